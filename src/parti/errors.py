@@ -1,0 +1,57 @@
+"""Every error that Parti raises, in one tree.
+
+    PartiError
+    ├── ConfigError (ValueError)     found before any process starts; the message names the setting
+    │   └── PlanInfeasible           a plan that cannot work on this cluster
+    ├── CommError (RuntimeError)     something went wrong between ranks
+    │   ├── PeerLost                 a rank is gone
+    │   ├── CommTimeout              a rank did not arrive before the deadline
+    │   └── RankMismatch             ranks disagree on what they are training
+    ├── WorkerFailed (RuntimeError)  a worker ended badly; shows the first failure
+    ├── DataError (ValueError)       a data set that cannot be read or dealt as asked
+    └── CheckpointError (RuntimeError)
+
+A message states the fact with its values, what was expected, and the remedy.
+"""
+
+from __future__ import annotations
+
+
+class PartiError(Exception):
+    """The root: catch this to catch everything Parti raises on its own account."""
+
+
+class ConfigError(PartiError, ValueError):
+    """A setting is wrong, missing, or contradicts another."""
+
+
+class PlanInfeasible(ConfigError):
+    """A plan that cannot work on this cluster."""
+
+
+class CommError(PartiError, RuntimeError):
+    """Communication between ranks failed."""
+
+
+class PeerLost(CommError):
+    """A rank that others wait for is gone."""
+
+
+class CommTimeout(CommError):
+    """A wait passed its deadline; the message names who is missing."""
+
+
+class RankMismatch(CommError):
+    """Ranks disagree on layout or configuration; the message names what and who."""
+
+
+class WorkerFailed(PartiError, RuntimeError):
+    """A worker ended badly. The first failure is shown, its consequences are folded under it."""
+
+
+class DataError(PartiError, ValueError):
+    """A data set cannot be read, found or dealt as asked."""
+
+
+class CheckpointError(PartiError, RuntimeError):
+    """A saved state cannot be written or trusted."""
