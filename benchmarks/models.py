@@ -1,0 +1,243 @@
+"""The models that are measured, with their optimizers and made-up data of the right shapes.
+
+Owns what is computed; must not know who computes it or how it is timed. Every model comes in the
+layout a user would write and, where there is one, in the layout that Parti's tuning arrives at:
+channels_last, and ReLU behind the pooling, which gives the same numbers to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+NUM_BATCHES = 8
+"""Distinct batches that a run goes round in: enough that no step sees the last one's cache."""
+
+
+class MnistCNN(nn.Module):
+    """The classic tutorial's network, 28×28 images in, ten classes out."""
+
+    def __init__(self, *, tuned: bool = False) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, 3)
+        self.conv2 = nn.Conv2d(32, 64, 3)
+        self.dense = nn.Linear(64 * 5 * 5, 10)
+        self.pooled_first = tuned
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.pooled_first:
+            # max(relu(x)) is relu(max(x)), and a quarter as many values pass the ReLU.
+            hidden = F.relu(F.max_pool2d(self.conv1(images), 2))
+            hidden = F.relu(F.max_pool2d(self.conv2(hidden), 2))
+        else:
+            hidden = F.max_pool2d(F.relu(self.conv1(images)), 2)
+            hidden = F.max_pool2d(F.relu(self.conv2(hidden)), 2)
+        return self.dense(hidden.flatten(1))
+
+
+class PlainCNN(nn.Sequential):
+    """The same network as users write it: a list of modules."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(1, 32, 3), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Flatten(), nn.Linear(64 * 5 * 5, 10),
+        )  # fmt: skip
+
+
+class Block(nn.Module):
+    """One transformer block, normalised before each half."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        batch, length, width = hidden.shape
+        shape = (batch, length, 3, self.num_heads, width // self.num_heads)
+        query, key, value = self.qkv(self.norm1(hidden)).view(shape).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return hidden + self.down(F.gelu(self.up(self.norm2(hidden))))
+
+
+class CharGPT(nn.Module):
+    """A character model of 4.8 million parameters: 6 layers, 256 wide, context 128."""
+
+    def __init__(
+        self, *, num_symbols: int = 96, context: int = 128, width: int = 256, depth: int = 6
+    ) -> None:
+        super().__init__()
+        self.symbols = nn.Embedding(num_symbols, width)
+        self.places = nn.Parameter(torch.randn(context, width) * 0.02)
+        self.blocks = nn.Sequential(*(Block(width, 8) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, num_symbols)
+
+    def forward(self, text: Tensor) -> Tensor:
+        hidden = self.symbols(text) + self.places[: text.shape[1]]
+        return self.head(self.norm(self.blocks(hidden)))
+
+
+class MLP(nn.Sequential):
+    """21 million parameters in three dense layers: little arithmetic, much to exchange."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10)
+        )
+
+
+class Residual(nn.Module):
+    """ResNet's basic block."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = F.relu(self.norm1(self.conv1(images)))
+        return F.relu(self.norm2(self.conv2(hidden)) + self.shortcut(images))
+
+
+class ResNet18(nn.Sequential):
+    """ResNet-18 as it is used on 32×32 images: a 3×3 stem, no pooling behind it."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        blocks: list[nn.Module] = []
+        inputs = 64
+        for outputs, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+            blocks += [Residual(inputs, outputs, stride), Residual(outputs, outputs, 1)]
+            inputs = outputs
+        super().__init__(
+            nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU(), *blocks,
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, num_classes),
+        )  # fmt: skip
+
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One row of the tables."""
+
+    name: str
+    title: str
+    batch_size: int
+    """Samples a process and step."""
+    make_model: Callable[[bool], nn.Module]
+    """Called with whether the model shall come in the tuned layout."""
+    make_optimizer: Callable[[nn.Module, bool | None], torch.optim.Optimizer]
+    """Called with the model and torch's `fused` argument."""
+    make_samples: Callable[[int, torch.Generator], Batch]
+    convolutional: bool
+    step_s: float
+    """Roughly, on one core: the harness sizes its windows by it."""
+
+    def model(self, *, tuned: bool) -> nn.Module:
+        """The model with the same initial weights on every process."""
+        torch.manual_seed(0)
+        model = self.make_model(tuned)
+        # The layout of the images follows that of the weights they meet.
+        return self.to_layout(model) if tuned else model
+
+    def to_layout(self, model: nn.Module) -> nn.Module:
+        """channels_last, where there are channels."""
+        if self.convolutional:
+            return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+        return model
+
+    def batches(self, *, batch_size: int, rank: int = 0, tuned: bool = False) -> list[Batch]:
+        """`NUM_BATCHES` batches, made once; each rank draws its own."""
+        generator = torch.Generator().manual_seed(1000 + rank)
+        made = [self.make_samples(batch_size, generator) for _ in range(NUM_BATCHES)]
+        if not (tuned and self.convolutional):
+            return made
+        return [(x.contiguous(memory_format=torch.channels_last), y) for x, y in made]
+
+
+def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy, over tokens too."""
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+def _images(shape: tuple[int, int, int]) -> Callable[[int, torch.Generator], Batch]:
+    def make(count: int, generator: torch.Generator) -> Batch:
+        images = torch.randn(count, *shape, generator=generator)
+        return images, torch.randint(10, (count,), generator=generator)
+
+    return make
+
+
+def _vectors(count: int, generator: torch.Generator) -> Batch:
+    vectors = torch.randn(count, 1024, generator=generator)
+    return vectors, torch.randint(10, (count,), generator=generator)
+
+
+def _text(count: int, generator: torch.Generator) -> Batch:
+    text = torch.randint(96, (count, 129), generator=generator)
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+def _adam(model: nn.Module, fused: bool | None) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=1e-3, fused=fused)
+
+
+def _adamw(model: nn.Module, fused: bool | None) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-4, fused=fused)
+
+
+def _sgd(model: nn.Module, fused: bool | None) -> torch.optim.Optimizer:
+    return torch.optim.SGD(
+        model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4, fused=fused
+    )
+
+
+WORKLOADS: dict[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        Workload(
+            name="mnist_cnn", title="MNIST CNN", batch_size=64, step_s=0.008,
+            make_model=lambda tuned: MnistCNN(tuned=True) if tuned else PlainCNN(),
+            make_optimizer=_adam, make_samples=_images((1, 28, 28)), convolutional=True,
+        ),
+        Workload(
+            name="gpt", title="GPT, 4.8 M", batch_size=8, step_s=0.2,
+            make_model=lambda tuned: CharGPT(),
+            make_optimizer=_adamw, make_samples=_text, convolutional=False,
+        ),
+        Workload(
+            name="mlp", title="MLP, 21 M", batch_size=64, step_s=0.1,
+            make_model=lambda tuned: MLP(),
+            make_optimizer=_adamw, make_samples=_vectors, convolutional=False,
+        ),
+        Workload(
+            name="resnet18", title="ResNet-18, 32×32", batch_size=16, step_s=0.25,
+            make_model=lambda tuned: ResNet18(),
+            make_optimizer=_sgd, make_samples=_images((3, 32, 32)), convolutional=True,
+        ),
+    )
+}  # fmt: skip
+
+
+def num_parameters(model: nn.Module) -> int:
+    """How many numbers the model learns."""
+    return sum(math.prod(parameter.shape) for parameter in model.parameters())

@@ -1,0 +1,17 @@
+"""PyTorch's DDP as an expert sets it: gradients as views of the buckets, fused optimizer, gloo."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from runner import parse_arguments, rank_and_world, serve
+from torch.nn.parallel import DistributedDataParallel
+from torch_steps import VERSIONS, parts, plain_steps
+
+if __name__ == "__main__":
+    arguments = parse_arguments()
+    rank, _ = rank_and_world()
+    dist.init_process_group("gloo")
+    model, optimizer, batches = parts(arguments, rank, fused=True)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    serve(arguments, plain_steps(wrapped, optimizer, batches), rank=rank, versions=VERSIONS)
+    dist.destroy_process_group()
