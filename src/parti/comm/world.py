@@ -1,0 +1,112 @@
+"""The world as one rank sees it: its neighbours, and the way to everybody else.
+
+`connect` decides which communication joins whom: shared memory within a CPU host on x86-64, a
+process group between hosts, for GPUs, and wherever memory cannot be shared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from parti.comm.process_group import ProcessGroup
+from parti.comm.protocol import Across, Neighbours
+from parti.comm.rendezvous import Meeting
+from parti.comm.shared_memory import SharedMemory
+from parti.comm.solo import Solo
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    rank: int
+    size: int
+    neighbours: Neighbours
+    across: Across | None = None
+    num_hosts: int = 1
+
+    @property
+    def kind(self) -> str:
+        kinds = [self.neighbours.kind] if len(self.neighbours.ranks) > 1 else []
+        if self.across is not None:
+            kinds.append(self.across.kind)
+        return " + ".join(kinds) or "none"
+
+    def exchange(self, payload: bytes) -> tuple[bytes, ...]:
+        """Give mine, get everyone's, in rank order. Also a barrier."""
+        if self.across is not None:
+            return self.across.exchange(payload)
+        return self.neighbours.exchange(payload)
+
+    def copy_from_first(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give every rank the values that rank 0 holds, if they differ anywhere."""
+        if self.size == 1:
+            return
+        digest = hashlib.sha256()
+        for tensor in tensors:
+            digest.update(_bytes(tensor))
+        if len(set(self.exchange(digest.digest()))) == 1:
+            return
+        for tensor in tensors:
+            sent = self.exchange(_bytes(tensor) if self.rank == 0 else b"")[0]
+            flat = torch.frombuffer(bytearray(sent), dtype=torch.uint8).view(tensor.dtype)
+            tensor.copy_(flat.view(tensor.shape))
+
+
+def connect(
+    *, rank: int, size: int, meet: Meeting, device: torch.device, patience_s: float, num_cores: int
+) -> World:
+    """Find out who shares memory with whom, and join them."""
+    if size == 1:
+        return World(0, 1, Solo(0, device))
+    hosts = meet("host", host_identity(device, rank).encode())
+    together = tuple(other for other in range(size) if hosts[other] == hosts[rank])
+    neighbours: Neighbours = Solo(rank, device)
+    if len(together) > 1:
+
+        def meet_neighbours(mine: bytes) -> tuple[bytes, ...]:
+            everyones = meet("memory", mine)
+            return tuple(everyones[other] for other in together)
+
+        neighbours = SharedMemory(
+            rank=rank,
+            ranks=together,
+            meet=meet_neighbours,
+            patience_s=patience_s,
+            num_cores=num_cores,
+        )
+    else:
+        meet("memory", b"")
+    order = list(dict.fromkeys(hosts))
+    if len(order) == 1:
+        return World(rank, size, neighbours)
+    groups = [[r for r in range(size) if hosts[r] == host] for host in order]
+    across = ProcessGroup(
+        rank=rank, groups=groups, meet=meet, device=device, patience_s=patience_s
+    )
+    return World(rank, size, neighbours, across, len(groups))
+
+
+def host_identity(device: torch.device, rank: int) -> str:
+    """Equal for ranks that can map one another's memory, different for all others.
+
+    The boot tells machines apart, the network namespace tells hosts on one machine apart, and the
+    process namespace tells containers apart that cannot see one another's processes.
+    """
+    sharing = device.type == "cpu" and sys.platform == "linux"
+    if not sharing or platform.machine() not in ("x86_64", "AMD64"):
+        return f"alone:{rank}"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid")]
+    return ":".join((boot, *spaces, str(os.getuid())))
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return flat.numpy().tobytes()

@@ -1,0 +1,165 @@
+"""Buffers such as BatchNorm's statistics: each micro-batch starts from the step's start, and the
+step ends with their mean over the micro-batches.
+
+Sums are kept in float64: a value that no micro-batch changed comes out of the mean to the bit.
+Steps in which nothing is written to a buffer cost a look at version counters, and no traffic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from parti.engine.tree import Node, Share, children, combine
+
+Vector = npt.NDArray[np.float64]
+
+
+class Buffers:
+    """The buffers of the bound models, and their values at the start of the step."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._slots: list[tuple[nn.Module, str]] = []
+        seen: set[int] = set()
+        for model in models:
+            for module in model.modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    if id(buffer) not in seen and not buffer.is_complex():
+                        seen.add(id(buffer))
+                        self._slots.append((module, name))
+        self._tensors = [module._buffers[name] for module, name in self._slots]
+        self._start: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._sums: list[Vector | None] = []
+        self._leaves: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def begin(self, num_slots: int) -> None:
+        """Remember the values of the step's start."""
+        if not self._slots:
+            return
+        self._tensors = [module._buffers[name] for module, name in self._slots]
+        if self._start:
+            torch._foreach_copy_(self._start, self._live())
+        else:
+            self._start = [tensor.clone() for tensor in self._live()]
+        self._versions = [tensor._version for tensor in self._live()]
+        self._sums = [None] * num_slots
+        self._leaves = [0] * num_slots
+
+    def rewind(self) -> None:
+        """Back to the step's start, if anything was written since."""
+        if self._slots and self._touched():
+            self._put_back()
+
+    def leave(self, slot: int, onto: bool) -> None:
+        """Take the values a micro-batch left behind into the sum of a slot."""
+        if not self._slots:
+            return
+        before = self._sums[slot] if onto else None
+        held = self._leaves[slot] if onto else 0
+        self._leaves[slot] = held + 1
+        self._sums[slot] = None
+        if self._touched() or before is not None:
+            values = self._vector(self._now())
+            self._sums[slot] = self._filled(before, held) + values if held else values
+
+    def merge(self, into: int, source: int) -> None:
+        if not self._slots:
+            return
+        left, right = self._sums[into], self._sums[source]
+        if left is not None or right is not None:
+            self._sums[into] = self._filled(left, self._leaves[into]) + self._filled(
+                right, self._leaves[source]
+            )
+        self._leaves[into] += self._leaves[source]
+
+    def _filled(self, vector: Vector | None, num_leaves: int) -> Vector:
+        """A sum, or what it would be where no micro-batch wrote to a buffer."""
+        if vector is not None:
+            return vector
+        return _repeat(self._vector(self._start), (0, num_leaves))
+
+    def letter(self, work: Share) -> bytes:
+        """What the others need to know: nothing, or one vector for each node held."""
+        held = [self._sums[slot] for slot in range(len(work.nodes))] if self._slots else []
+        if not any(vector is not None for vector in held):
+            return b""
+        start = self._vector(self._start)
+        return b"".join(
+            (_repeat(start, node) if vector is None else vector).tobytes()
+            for node, vector in zip(work.nodes, held, strict=True)
+        )
+
+    def settle(self, letters: Sequence[bytes], nodes: Sequence[tuple[Node, ...]]) -> None:
+        """End the step with the mean over all micro-batches."""
+        if not any(letters):
+            return
+        start = self._vector(self._start)
+        pieces: list[Node] = []
+        vectors: list[Vector] = []
+        for letter, held in zip(letters, nodes, strict=True):
+            pieces += held
+            if letter:
+                vectors += np.split(np.frombuffer(letter, dtype=np.float64), len(held))
+            else:
+                vectors += [_repeat(start, node) for node in held]
+        num_leaves = max(high for _, high in pieces)
+        temporaries: dict[int, Vector] = {}
+
+        def operand(number: int) -> Vector:
+            return vectors[number] if number >= 0 else temporaries[~number]
+
+        total = vectors[0]
+        for add in combine(tuple(pieces), (0, num_leaves)):
+            total = operand(add.left) + operand(add.right)
+            if add.into is not None:
+                temporaries[add.into] = total
+        self._put_back()
+        self._write(total / num_leaves)
+
+    def _live(self) -> list[torch.Tensor]:
+        return [tensor for tensor in self._tensors if tensor is not None]
+
+    def _now(self) -> list[torch.Tensor]:
+        return [b for module, name in self._slots if (b := module._buffers[name]) is not None]
+
+    def _touched(self) -> bool:
+        for (module, name), tensor in zip(self._slots, self._tensors, strict=True):
+            if module._buffers[name] is not tensor:
+                return True
+        return [tensor._version for tensor in self._live()] != self._versions
+
+    def _put_back(self) -> None:
+        for (module, name), tensor in zip(self._slots, self._tensors, strict=True):
+            module._buffers[name] = tensor
+        live = self._live()
+        torch._foreach_copy_(live, self._start)
+        self._versions = [tensor._version for tensor in live]
+
+    @staticmethod
+    def _vector(tensors: Sequence[torch.Tensor]) -> Vector:
+        flat = torch.cat([tensor.detach().reshape(-1).to(torch.float64) for tensor in tensors])
+        return np.asarray(flat.cpu().numpy())
+
+    def _write(self, vector: Vector) -> None:
+        flat = torch.from_numpy(vector)
+        offset = 0
+        for tensor in self._live():
+            part = flat[offset : offset + tensor.numel()].view(tensor.shape)
+            tensor.copy_(part if tensor.is_floating_point() else part.round())
+            offset += tensor.numel()
+
+
+def _repeat(vector: Vector, node: Node) -> Vector:
+    """The tree sum of a node whose leaves all hold the same vector."""
+    if node[1] - node[0] == 1:
+        return vector
+    left, right = children(node)
+    return _repeat(vector, left) + _repeat(vector, right)

@@ -1,0 +1,77 @@
+"""What a forward function may return, brought to one form: a sum to differentiate and its count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from parti.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A loss, and anything else the caller wants back for each micro-batch."""
+
+    loss: Any
+    aux: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """The sum of the losses of a micro-batch and how many were summed."""
+
+    total: torch.Tensor
+    count: float
+    aux: Any
+    mean: torch.Tensor | None = None
+    """The mean as the user gave it: in bfloat16 the total rounds away what the mean still has."""
+
+    def tally(self) -> tuple[float, float]:
+        if self.mean is not None:
+            return self.mean.item() * self.count, self.count
+        return self.total.item(), self.count
+
+
+def call(forward: Callable[..., Any], data: Any) -> Any:
+    """Hand a micro-batch over the way its type suggests."""
+    if isinstance(data, (tuple, list)) and not hasattr(data, "_fields"):
+        return forward(*data)
+    if isinstance(data, Mapping):
+        return forward(**data)
+    return forward(data)
+
+
+def weigh(result: Any, num_samples: int) -> Weighed:
+    """Turn a mean, a tensor of losses, or a (sum, count) pair into a sum and its count.
+
+    A mean is taken to be over the samples of the micro-batch.
+    """
+    aux = None
+    if isinstance(result, Forward):
+        result, aux = result.loss, result.aux
+    if isinstance(result, (tuple, list)) and len(result) == 2:
+        total, count = result
+        if isinstance(total, torch.Tensor) and total.dim() == 0:
+            return Weighed(total, float(count), aux)
+    if isinstance(result, Mapping) and "loss" in result:
+        result = result["loss"]
+    elif not isinstance(result, torch.Tensor) and hasattr(result, "loss"):
+        result = result.loss
+    if not isinstance(result, torch.Tensor):
+        raise ConfigError(
+            f"the forward function returned {_describe(result)}; expected a scalar loss, a tensor "
+            "of losses, a pair (sum, count), something with `.loss`, or parti.Forward(loss, aux)."
+        )
+    if result.dim() == 0:
+        return Weighed(result * num_samples, float(num_samples), aux, result.detach())
+    return Weighed(result.sum(), float(result.numel()), aux)
+
+
+def _describe(result: Any) -> str:
+    if isinstance(result, (tuple, list)):
+        inside = ", ".join(type(item).__name__ for item in result)
+        return f"a {type(result).__name__} of {len(result)} ({inside})"
+    return f"an object of type {type(result).__name__}"

@@ -1,0 +1,232 @@
+"""The gradients of a step: gathered into slots while backward runs, then added over all ranks.
+
+A slot holds a sum of whole gradients (see `tree.py` for which). After `add_up`, the chunks that
+this rank owns hold the sum over all micro-batches, scaled. Two kinds: `HeldGradients` for a rank
+that has no neighbours keeps the tensors autograd made; `SharedGradients` lie in memory that the
+neighbours read, and each rank adds up the chunks it owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+
+from parti.comm.protocol import Neighbours, Region
+from parti.engine.layout import CHUNK_BYTES, Entry, Layout
+from parti.engine.tree import Node, combine
+
+Made = Sequence[torch.Tensor | None]
+"""What backward left on each parameter, in layout order; None where it did not reach."""
+
+
+class Gradients(Protocol):
+    @property
+    def owned(self) -> range:
+        """The numbers of the chunks whose sum ends up here."""
+        ...
+
+    def reserve(self, num_slots: int) -> None:
+        """Make room before a step; every rank asks for the same number."""
+        ...
+
+    def put(self, slot: int, made: Made, onto: bool) -> None:
+        """Start a slot with the gradients of a micro-batch, or add them onto it."""
+        ...
+
+    def merge(self, into: int, source: int) -> None:
+        """Add one slot onto another."""
+        ...
+
+    def add_up(self, nodes: tuple[tuple[Node, ...], ...], num_leaves: int, scale: float) -> None:
+        """Sum over ranks in tree order, times `scale`. `nodes[r]` is what rank r holds."""
+        ...
+
+    def totals(self) -> list[torch.Tensor]:
+        """The owned chunks, flat, in order."""
+        ...
+
+    def spread(self) -> list[torch.Tensor]:
+        """The whole sum on every rank, one tensor for each parameter of the layout."""
+        ...
+
+
+class HeldGradients:
+    """For one rank alone. Nothing is copied: a slot is a list of autograd's own tensors."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._slots: list[list[torch.Tensor]] = []
+        self.owned = range(len(layout.chunks))
+
+    def reserve(self, num_slots: int) -> None:
+        self._slots += [[] for _ in range(num_slots - len(self._slots))]
+
+    def put(self, slot: int, made: Made, onto: bool) -> None:
+        device = next((g.device for g in made if g is not None), torch.device("cpu"))
+        kept = [
+            _as_laid_out(entry, gradient, device)
+            for entry, gradient in zip(self._layout.entries, made, strict=True)
+        ]
+        if onto:
+            torch._foreach_add_(self._slots[slot], kept)
+        else:
+            self._slots[slot] = kept
+
+    def merge(self, into: int, source: int) -> None:
+        torch._foreach_add_(self._slots[into], self._slots[source])
+
+    def add_up(self, nodes: tuple[tuple[Node, ...], ...], num_leaves: int, scale: float) -> None:
+        # Not _foreach_mul_: on CPU it rounds the factor to bfloat16 where the tensors are.
+        for total in self._slots[0]:
+            total.mul_(scale)
+
+    def totals(self) -> list[torch.Tensor]:
+        flats = [flat(tensor) for tensor in self._slots[0]]
+        pieces = []
+        for chunk in self._layout.chunks:
+            entry = self._layout.entries[chunk.entry]
+            size = entry.dtype.itemsize
+            low, high = (chunk.low - entry.offset) // size, (chunk.high - entry.offset) // size
+            whole = flats[chunk.entry]
+            pieces.append(whole if high - low == whole.numel() else whole[low:high])
+        return pieces
+
+    def spread(self) -> list[torch.Tensor]:
+        return self._slots[0]
+
+
+class SharedGradients:
+    """For ranks that read one another's memory. Each adds up the chunks it owns."""
+
+    def __init__(self, layout: Layout, neighbours: Neighbours) -> None:
+        self._layout = layout
+        self._neighbours = neighbours
+        self._runs = layout.own(len(neighbours.ranks))
+        self.owned = self._runs[neighbours.index]
+        self._num_slots = 0
+
+    def reserve(self, num_slots: int) -> None:
+        if num_slots <= self._num_slots:
+            return
+        self._num_slots = num_slots
+        self._region = self._neighbours.allocate(num_slots * self._layout.num_bytes)
+        me = self._neighbours.index
+        self._views = [
+            [entry.view(self._block(me, slot)) for entry in self._layout.entries]
+            for slot in range(num_slots)
+        ]
+        self._totals = [
+            self._block(me, 0)[chunk.low : chunk.high].view(self._layout.entries[chunk.entry].dtype)
+            for chunk in (self._layout.chunks[i] for i in self.owned)
+        ]
+        self._program = lru_cache(maxsize=64)(self._write_program)
+
+    def put(self, slot: int, made: Made, onto: bool) -> None:
+        views = self._views[slot]
+        gradients = [
+            torch.zeros_like(view) if gradient is None else gradient
+            for view, gradient in zip(views, made, strict=True)
+        ]
+        if onto:
+            torch._foreach_add_(views, gradients)
+        else:
+            torch._foreach_copy_(views, gradients)
+
+    def merge(self, into: int, source: int) -> None:
+        torch._foreach_add_(self._views[into], self._views[source])
+
+    def add_up(self, nodes: tuple[tuple[Node, ...], ...], num_leaves: int, scale: float) -> None:
+        # Block by block, so that a sum is still in cache when it is scaled.
+        for adds, result in self._program(nodes, num_leaves):
+            for left, right, into in adds:
+                torch.add(left, right, out=into)
+            result.mul_(scale)
+
+    def totals(self) -> list[torch.Tensor]:
+        return self._totals
+
+    def spread(self) -> list[torch.Tensor]:
+        self._neighbours.exchange(b"")  # all sums are there
+        me = self._neighbours.index
+        spread_runs(self._layout, self._runs, me, [self._block(i, 0) for i in self._everyone()])
+        self._neighbours.exchange(b"")  # all have copied them; slots may be written again
+        return self._views[0]
+
+    def _write_program(
+        self, nodes: tuple[tuple[Node, ...], ...], num_leaves: int
+    ) -> list[tuple[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], torch.Tensor]]:
+        """The additions of a step, block by block, with every operand already cut to size."""
+        pieces = [
+            (neighbour, slot, node)
+            for neighbour, held in enumerate(nodes)
+            for slot, node in enumerate(held)
+        ]
+        adds = combine(tuple(node for *_, node in pieces), (0, num_leaves))
+        me = self._neighbours.index
+        program = []
+        for low, high, dtype in self._blocks():
+            temporaries: dict[int, torch.Tensor] = {}
+            operands = [self._block(n, s)[low:high].view(dtype) for n, s, _ in pieces]
+            result = self._block(me, 0)[low:high].view(dtype)
+            steps = []
+            for add in adds:
+                left, right = (
+                    operands[o] if o >= 0 else temporaries[~o] for o in (add.left, add.right)
+                )
+                into = result if add.into is None else temporaries.setdefault(
+                    add.into, torch.empty_like(result)
+                )
+                steps.append((left, right, into))
+            if not adds and pieces[0][:2] != (me, 0):
+                # One piece, held by somebody else: x + 0 would turn -0 to +0, so it is copied.
+                steps.append((operands[0], torch.full_like(result[:1], -0.0), result))
+            program.append((steps, result))
+        return program
+
+    def _blocks(self) -> list[tuple[int, int, torch.dtype]]:
+        """My run of chunks, joined to pieces of one dtype that fit the cache."""
+        blocks: list[tuple[int, int, torch.dtype]] = []
+        for i in self.owned:
+            chunk = self._layout.chunks[i]
+            dtype = self._layout.entries[chunk.entry].dtype
+            if blocks and blocks[-1][2] == dtype and chunk.high - blocks[-1][0] <= CHUNK_BYTES:
+                blocks[-1] = (blocks[-1][0], chunk.high, dtype)
+            else:
+                blocks.append((chunk.low, chunk.high, dtype))
+        return blocks
+
+    def _everyone(self) -> range:
+        return range(len(self._neighbours.ranks))
+
+    def _block(self, neighbour: int, slot: int) -> torch.Tensor:
+        size = self._layout.num_bytes
+        return self._region.views[neighbour][slot * size : (slot + 1) * size]
+
+    _region: Region
+
+
+def spread_runs(
+    layout: Layout, runs: Sequence[range], me: int, blocks: Sequence[torch.Tensor]
+) -> None:
+    """Copy every other owner's run of chunks from its block into mine."""
+    for owner, run in enumerate(runs):
+        if owner != me and run:
+            low, high = layout.chunks[run.start].low, layout.chunks[run.stop - 1].high
+            blocks[me][low:high].copy_(blocks[owner][low:high])
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's elements in the order they lie in memory."""
+    return torch.as_strided(tensor, (tensor.numel(),), (1,))
+
+
+def _as_laid_out(
+    entry: Entry, gradient: torch.Tensor | None, device: torch.device
+) -> torch.Tensor:
+    if gradient is not None and gradient.stride() == entry.stride:
+        return gradient
+    made = torch.empty_strided(entry.shape, entry.stride, dtype=entry.dtype, device=device)
+    return made.zero_() if gradient is None else made.copy_(gradient)

@@ -1,0 +1,79 @@
+"""What every rank tells every other at the end of backward, as bytes. Pure.
+
+One exchange carries it all: what was computed, the sums and counts of the losses, which parameters
+were reached, and the sums of buffers.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parti.errors import RankMismatch
+
+_HEAD = struct.Struct("<qqqqq")
+_EVERYTHING_USED = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    step: int
+    num_samples: int
+    tallies: tuple[tuple[float, float], ...]
+    """(sum of losses, count) of each of my micro-batches, in order."""
+    used: bytes
+    """One byte a parameter, 1 where a gradient was made; empty where all were."""
+    buffers: bytes
+
+
+def write(letter: Letter) -> bytes:
+    numbers = [number for tally in letter.tallies for number in tally]
+    return b"".join(
+        (
+            _HEAD.pack(
+                letter.step, letter.num_samples, len(numbers), len(letter.used), len(letter.buffers)
+            ),
+            struct.pack(f"<{len(numbers)}d", *numbers),
+            letter.used,
+            letter.buffers,
+        )
+    )
+
+
+def read(data: bytes) -> Letter:
+    step, num_samples, num_numbers, num_used, _ = _HEAD.unpack_from(data)
+    numbers = struct.unpack_from(f"<{num_numbers}d", data, _HEAD.size)
+    start = _HEAD.size + 8 * num_numbers
+    return Letter(
+        step,
+        num_samples,
+        tuple(zip(numbers[::2], numbers[1::2], strict=True)),
+        data[start : start + num_used],
+        data[start + num_used :],
+    )
+
+
+def check_agreement(letters: Sequence[Letter]) -> None:
+    """All ranks must be at the same step over the same batch."""
+    first = letters[0]
+    for rank, letter in enumerate(letters):
+        if (letter.step, letter.num_samples) != (first.step, first.num_samples):
+            raise RankMismatch(
+                f"rank 0 is at step {first.step} with a batch of {first.num_samples} samples, rank "
+                f"{rank} at step {letter.step} with {letter.num_samples}. Every process must run "
+                "the same steps over the same data."
+            )
+
+
+def join_used(letters: Sequence[Letter], num_parameters: int) -> list[bool] | None:
+    """Which parameters any micro-batch reached; None for all of them.
+
+    A rank without micro-batches reached none and has no say.
+    """
+    masks = [letter.used for letter in letters if letter.tallies]
+    if not masks or any(not mask for mask in masks):
+        return None
+    joined = [any(column) for column in zip(*masks, strict=True)]
+    assert len(joined) == num_parameters
+    return None if all(joined) else joined

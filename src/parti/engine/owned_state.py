@@ -1,0 +1,172 @@
+"""The state of a divided optimizer: each rank holds that of its own chunks, its neighbours read it.
+
+The optimizer makes its state on a chunk's first step; it is then moved into a region laid out like
+the chunks: one column for each tensor of the parameter's shape ("exp_avg", ...) and a table of
+scalars ("step", ...). Between steps nobody writes, so any rank may show the whole state without
+asking the others, and a process that dies takes nothing with it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from parti.comm.protocol import Neighbours
+from parti.engine.layout import Layout
+
+_CELL_BYTES = 8
+
+
+class OwnedState:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[torch.Tensor],
+        layout: Layout,
+        runs: Sequence[range],
+        chunks: Sequence[torch.Tensor],
+        neighbours: Neighbours,
+    ) -> None:
+        """`runs[i]` are the chunk numbers of neighbour i; `chunks` are my own, cut to size."""
+        self.of_chunks: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+        self._parameters = parameters
+        self._layout = layout
+        self._runs = runs
+        self._me = neighbours.index
+        self._mine = dict(zip(runs[self._me], chunks, strict=True))
+        self._columns, self._scalars = _state_names(optimizer)
+        self._starts = [layout.chunks[run.start].low if run else 0 for run in runs]
+        self._column_bytes = max(
+            layout.chunks[run.stop - 1].high - layout.chunks[run.start].low if run else 0
+            for run in runs
+        )
+        self._table_bytes = _CELL_BYTES * (1 + len(self._scalars)) * len(layout.chunks)
+        self._region = neighbours.allocate(
+            self._table_bytes + len(self._columns) * self._column_bytes
+        )
+        self._unsettled = set(self._mine) if self._columns or self._scalars else set()
+        self._hooks = (
+            optimizer.register_state_dict_pre_hook(self.show),
+            optimizer.register_state_dict_post_hook(self.hide),
+            optimizer.register_load_state_dict_post_hook(self.take),
+        )
+        self.take(optimizer)
+
+    def release(self, optimizer: Optimizer) -> None:
+        """Leave the optimizer with its whole state and without our hooks."""
+        self.show(optimizer)
+        for hook in self._hooks:
+            hook.remove()
+
+    def settle(self) -> None:
+        """Move state that the optimizer has just made to where the neighbours can read it."""
+        if not self._unsettled:
+            return
+        for number in sorted(self._unsettled):
+            chunk = self._mine[number]
+            if chunk in self.of_chunks:
+                self.of_chunks[chunk] = self._move_in(number, self.of_chunks[chunk])
+                self._unsettled.discard(number)
+
+    def show(self, optimizer: Optimizer) -> None:
+        """Give the user's parameters their state, put together from every owner's chunks."""
+        for owner, run in enumerate(self._runs):
+            for number in run:
+                if not self._cell(owner, number, 0, torch.int64):
+                    continue
+                chunk = self._layout.chunks[number]
+                entry = self._layout.entries[chunk.entry]
+                state = optimizer.state[self._parameters[chunk.entry]]
+                for column, name in enumerate(self._columns):
+                    if name not in state:
+                        state[name] = torch.empty_strided(
+                            entry.shape, entry.stride, dtype=entry.dtype, device=self._device
+                        )
+                    self._slice(number, state[name]).copy_(self._column(owner, number, column))
+                for i, name in enumerate(self._scalars, start=1):
+                    state[name] = self._cell(owner, number, i, torch.float32).clone()
+
+    def hide(self, optimizer: Optimizer, *_: object) -> None:
+        """The state shown is a copy; do not keep it."""
+        for parameter in self._parameters:
+            optimizer.state.pop(parameter, None)
+
+    def take(self, optimizer: Optimizer) -> None:
+        """Cut the state of the user's parameters, loaded or there from the start, into chunks."""
+        self.of_chunks.clear()
+        for number, chunk in self._mine.items():
+            whole = optimizer.state.get(self._parameters[self._layout.chunks[number].entry])
+            self._cell(self._me, number, 0, torch.int64).zero_()
+            if not whole:
+                if self._columns or self._scalars:
+                    self._unsettled.add(number)
+                continue
+            state = {
+                name: self._slice(number, value)
+                if name in self._columns and isinstance(value, torch.Tensor)
+                else value
+                for name, value in whole.items()
+            }
+            self.of_chunks[chunk] = self._move_in(number, state)
+            self._unsettled.discard(number)
+        self.hide(optimizer)
+
+    def _move_in(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
+        homes: dict[str, Any] = dict(state)
+        for column, name in enumerate(self._columns):
+            if isinstance(state.get(name), torch.Tensor):
+                homes[name] = self._column(self._me, number, column).copy_(state[name])
+        for i, name in enumerate(self._scalars, start=1):
+            homes[name] = self._cell(self._me, number, i, torch.float32).copy_(
+                torch.as_tensor(state[name])
+            )
+        self._cell(self._me, number, 0, torch.int64).fill_(1)
+        return homes
+
+    def _cell(self, owner: int, number: int, i: int, dtype: torch.dtype) -> torch.Tensor:
+        low = _CELL_BYTES * ((1 + len(self._scalars)) * number + i)
+        return self._region.views[owner][low : low + dtype.itemsize].view(dtype)[0]
+
+    def _column(self, owner: int, number: int, column: int) -> torch.Tensor:
+        chunk = self._layout.chunks[number]
+        start = self._table_bytes + column * self._column_bytes - self._starts[owner]
+        dtype = self._layout.entries[chunk.entry].dtype
+        return self._region.views[owner][start + chunk.low : start + chunk.high].view(dtype)
+
+    def _slice(self, number: int, whole: torch.Tensor) -> torch.Tensor:
+        """The elements of a chunk in a tensor of the whole parameter's shape."""
+        chunk = self._layout.chunks[number]
+        entry = self._layout.entries[chunk.entry]
+        if whole.stride() != entry.stride:
+            whole = torch.empty_strided(
+                entry.shape, entry.stride, dtype=whole.dtype, device=whole.device
+            ).copy_(whole)
+        flat = torch.as_strided(whole, (whole.numel(),), (1,))
+        size = entry.dtype.itemsize
+        return flat[(chunk.low - entry.offset) // size : (chunk.high - entry.offset) // size]
+
+    @property
+    def _device(self) -> torch.device:
+        return self._parameters[0].device
+
+
+def _state_names(optimizer: Optimizer) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Ask a copy of the optimizer, on one tiny parameter, what it keeps for each."""
+    columns: dict[str, None] = {}
+    scalars: dict[str, None] = {}
+    accepted = inspect.signature(type(optimizer)).parameters
+    for group in optimizer.param_groups:
+        probe = torch.zeros(2)
+        probe.grad = torch.zeros(2)
+        settings = {k: v for k, v in group.items() if k in accepted and k != "params"}
+        twin = type(optimizer)([probe], **settings)  # type: ignore[call-arg]
+        twin.step()
+        for name, value in twin.state[probe].items():
+            if isinstance(value, torch.Tensor):
+                (columns if value.shape == probe.shape else scalars)[name] = None
+    return tuple(sorted(columns)), tuple(sorted(scalars))

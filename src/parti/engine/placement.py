@@ -1,0 +1,53 @@
+"""Which rank computes which micro-batches. Pure.
+
+Every rank gets a run of consecutive micro-batches. The largest run is as small as can be; among
+such deals the one is taken whose runs fall into the fewest nodes of the tree, because every node
+is one whole gradient to be handed around.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from parti.engine.tree import cover
+
+_SEARCH_LIMIT = 200_000
+
+
+@lru_cache(maxsize=4096)
+def deal(num_micro_batches: int, num_ranks: int) -> tuple[range, ...]:
+    """The micro-batches of each rank, in rank order. Ranks beyond the last one are spares."""
+    busy = min(num_micro_batches, num_ranks)
+    if busy == 0:
+        return (range(0),) * num_ranks
+    spares = (range(num_micro_batches, num_micro_batches),) * (num_ranks - busy)
+    most = -(-num_micro_batches // busy)
+    if most == 1 or busy * num_micro_batches * most > _SEARCH_LIMIT:
+        runs = _even(num_micro_batches, busy)
+    else:
+        runs = _fewest_nodes(num_micro_batches, busy, most)
+    return runs + spares
+
+
+def _even(num_micro_batches: int, num_ranks: int) -> tuple[range, ...]:
+    cuts = [num_micro_batches * rank // num_ranks for rank in range(num_ranks + 1)]
+    return tuple(range(low, high) for low, high in zip(cuts, cuts[1:], strict=False))
+
+
+def _fewest_nodes(num_micro_batches: int, num_ranks: int, most: int) -> tuple[range, ...]:
+    # best[c] = (nodes, runs) for the ranks dealt so far ending at cut c; ties go to the deal that
+    # gives earlier ranks more, so the answer is one.
+    best: dict[int, tuple[int, tuple[range, ...]]] = {0: (0, ())}
+    for rank in range(num_ranks):
+        left = num_ranks - rank - 1
+        following: dict[int, tuple[int, tuple[range, ...]]] = {}
+        for low, (nodes, runs) in best.items():
+            for high in range(min(low + most, num_micro_batches), low, -1):
+                rest = num_micro_batches - high
+                if not left <= rest <= left * most:
+                    continue
+                candidate = nodes + len(cover(low, high, num_micro_batches))
+                if high not in following or candidate < following[high][0]:
+                    following[high] = (candidate, (*runs, range(low, high)))
+        best = following
+    return best[num_micro_batches][1]

@@ -1,0 +1,317 @@
+"""The live side of a strategy in one process: the training step and what belongs to it.
+
+A step is `step`, below: compute my micro-batches, meet the others, add up, update. Everything it
+needs to know about who computes what comes from pure functions of the number of micro-batches and
+ranks (`placement.py`, `tree.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from parti.comm.protocol import Phase
+from parti.comm.world import World
+from parti.data.batches import Batch, Feed
+from parti.engine import letter as letters
+from parti.engine.buffers import Buffers
+from parti.engine.collect import Reduction, gather, reduce
+from parti.engine.forward import Weighed, call, weigh
+from parti.engine.placement import deal
+from parti.engine.randomness import Randomness
+from parti.engine.report import Part, Parts, StepReport, StepTimes
+from parti.engine.trained import Trained
+from parti.engine.tree import Leaf, Share, share, tree_sum
+from parti.errors import ConfigError
+
+Forward = Callable[..., Any]
+_DOUBLE = struct.Struct("<d")
+
+
+class Replica:
+    """What `strategy.bind(...)` returns."""
+
+    def __init__(
+        self,
+        *,
+        world: World,
+        device: torch.device,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        seed: int,
+        precision: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self.device = device
+        self._world = world
+        self._models = tuple(models)
+        self._optimizers = tuple(optimizers)
+        self._trained = {id(o): Trained(o, models, world) for o in optimizers}
+        self._buffers = Buffers(models)
+        world.copy_from_first([b.detach() for model in models for b in model.buffers()])
+        self._randomness = Randomness(seed, device)
+        self._precision = precision
+        self._seed = seed
+        self.step_number = 0
+        self._randomness.after_step(-1)
+
+    @property
+    def rank(self) -> int:
+        return self._world.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._world.size
+
+    @property
+    def num_replicas(self) -> int:
+        return self._world.size
+
+    @property
+    def replica_id(self) -> int:
+        return self._world.rank
+
+    @property
+    def is_chief(self) -> bool:
+        return self._world.rank == 0
+
+    def batches(
+        self,
+        data: Any,
+        *,
+        batch_size: int,
+        micro_batches: int | None = None,
+        epochs: int = 1,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        workers: int = 0,
+        collate: Callable[[Sequence[Any]], Any] | None = None,
+    ) -> Feed:
+        """The global batches of `data`, in one order for any number of processes.
+
+        `batch_size` counts the samples of one step over all processes. `micro_batches` is how many
+        slices each batch is cut into, the unit of work that is dealt to processes; like the seed it
+        is part of the training program. By default it follows from the batch size.
+        """
+        return Feed(
+            data,
+            batch_size=batch_size,
+            micro_batches=micro_batches,
+            epochs=epochs,
+            seed=self._seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            workers=workers,
+            collate=collate,
+            owned=lambda active: deal(active, self._world.size)[self._world.rank],
+        )
+
+    def step(
+        self,
+        forward: Forward,
+        batch: Batch,
+        *,
+        optimizer: Optimizer | None = None,
+        clip_norm: float | None = None,
+    ) -> StepReport:
+        """One optimizer update from one global batch.
+
+        `forward` is called once for each micro-batch computed here and returns its loss: a mean
+        over the samples, a tensor of losses, a pair (sum, count), or `parti.Forward`. The update
+        uses the gradient of the mean over everything counted in the global batch.
+        """
+        started = time.perf_counter()
+        trained = self._chosen(optimizer)
+        nodes = self._shares(batch.num_micro_batches)
+        work = nodes[self.rank]
+        for part in trained:
+            part.reserve(nodes)
+        results, used = self._compute(trained, work, forward, batch)
+        computed = time.perf_counter()
+
+        self._world.neighbours.report(Phase.REDUCE, self.step_number)
+        mail = self._meet(results, used, work, batch)
+        loss, count = _tally(mail)
+        held = tuple(share.nodes for share in nodes)
+        self._buffers.settle([each.buffers for each in mail], held)
+        for part in trained:
+            part.gradients.add_up(held, batch.num_micro_batches, 1.0 / count if count else 0.0)
+        norm = self._clip(trained, clip_norm)
+        added = time.perf_counter()
+
+        self._world.neighbours.report(Phase.OPTIMIZER, self.step_number)
+        masks = _split_mask(mail, trained)
+        for part, mask in zip(trained, masks, strict=True):
+            part.update.step(mask)
+        self._randomness.after_step(self.step_number)
+        self.step_number += 1
+        self._world.neighbours.report(Phase.USER, self.step_number)
+        ended = time.perf_counter()
+        return StepReport(
+            step=self.step_number - 1,
+            loss=loss,
+            count=count,
+            num_samples=batch.num_samples,
+            grad_norm=norm,
+            aux=tuple((number, result.aux) for number, result in results),
+            times=StepTimes(
+                compute_s=computed - started, comm_s=added - computed, optimizer_s=ended - added
+            ),
+        )
+
+    def run(self, fn: Forward, batch: Batch) -> Parts:
+        """Call `fn` without gradients on each micro-batch computed here."""
+        parts = []
+        self._buffers.begin(0)
+        for piece in batch.micro_batches:
+            self._randomness.before_micro_batch(self.step_number, piece.number)
+            with torch.no_grad(), self._precision():
+                value = call(fn, self._move(piece.data))
+            parts.append(Part(piece.number, piece.num_samples, value))
+        self._randomness.after_step(self.step_number - 1)
+        return Parts(tuple(parts))
+
+    def reduce(
+        self,
+        value: Any,
+        op: str = "mean",
+        *,
+        axis: int | None = None,
+        count: float | None = None,
+    ) -> torch.Tensor:
+        """Combine values of all ranks, or the `Parts` of `run`; the result is on every rank.
+
+        `axis=None` combines element by element. A mean weighs the parts of a run with their number
+        of samples, other values with `count`. With an axis, that axis is reduced as well, and a
+        mean divides by the true number of elements along it.
+        """
+        return reduce(self._world, value, Reduction.of(op), axis, count)
+
+    def gather(self, value: Any, axis: int = 0) -> Any:
+        """Values of all ranks joined along an axis, or the `Parts` of `run` in sample order."""
+        return gather(self._world, value, axis)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self._world.exchange(b"")
+
+    def exchange(self, payload: bytes) -> tuple[bytes, ...]:
+        """Give some bytes, get everyone's, in rank order."""
+        return self._world.exchange(payload)
+
+    def _compute(
+        self, trained: Sequence[Trained], work: Share, forward: Forward, batch: Batch
+    ) -> tuple[list[tuple[int, Weighed]], bytes]:
+        """Backward over my micro-batches; gradients end up in slots, in the order of the tree."""
+        report = self._world.neighbours.report
+        by_number = {piece.number: piece for piece in batch.micro_batches}
+        results: list[tuple[int, Weighed]] = []
+        reached: list[bool] | None = None
+        self._buffers.begin(work.num_slots)
+        for part in trained:
+            part.drop()
+        for op in work.ops:
+            if not isinstance(op, Leaf):
+                for part in trained:
+                    part.gradients.merge(op.into, op.source)
+                self._buffers.merge(op.into, op.source)
+                continue
+            piece = by_number[op.micro_batch]
+            report(Phase.FORWARD, self.step_number)
+            self._buffers.rewind()
+            self._randomness.before_micro_batch(self.step_number, piece.number)
+            with self._precision():
+                result = weigh(call(forward, self._move(piece.data)), piece.num_samples)
+            report(Phase.BACKWARD, self.step_number)
+            result.total.backward()  # type: ignore[no-untyped-call]
+            made = [part.collect() for part in trained]
+            here = [gradient is not None for part in made for gradient in part]
+            reached = here if reached is None else [a or b for a, b in zip(reached, here, strict=True)]
+            for part, gradients in zip(trained, made, strict=True):
+                part.gradients.put(op.slot, gradients, op.onto)
+            self._buffers.leave(op.slot, op.onto)
+            results.append((piece.number, result))
+        used = b"" if reached is None or all(reached) else bytes(reached)
+        return results, used
+
+    def _meet(
+        self, results: list[tuple[int, Weighed]], used: bytes, work: Share, batch: Batch
+    ) -> list[letters.Letter]:
+        """Tell the others what I have, and learn what they have. After it all gradients are in."""
+        mine = letters.Letter(
+            self.step_number,
+            batch.num_samples,
+            tuple(result.tally() for _, result in results),
+            used,
+            self._buffers.letter(work),
+        )
+        mail = [letters.read(data) for data in self._world.exchange(letters.write(mine))]
+        letters.check_agreement(mail)
+        return mail
+
+    def _clip(self, trained: Sequence[Trained], clip_norm: float | None) -> float | None:
+        """Clip by the norm over all parameters; the same on every rank to the bit."""
+        if clip_norm is None:
+            return None
+        squares = [square for part in trained for square in part.update.square_norms()]
+        everyones = self._world.neighbours.exchange(struct.pack(f"<{len(squares)}d", *squares))
+        # fsum rounds once, so the order in which ranks own chunks does not matter.
+        norm = math.sqrt(math.fsum(x for data in everyones for (x,) in _DOUBLE.iter_unpack(data)))
+        if norm > clip_norm:
+            for part in trained:
+                part.update.scale(clip_norm / (norm + 1e-6))
+        return norm
+
+    def _chosen(self, optimizer: Optimizer | None) -> list[Trained]:
+        chosen = self._optimizers if optimizer is None else (optimizer,)
+        for each in chosen:
+            if id(each) not in self._trained:
+                raise ConfigError(
+                    f"this {type(each).__name__} was not bound; pass it to "
+                    "`strategy.bind(model, optimizer)`."
+                )
+            if not self._trained[id(each)].is_current():
+                self._trained[id(each)].release()
+                self._trained[id(each)] = Trained(each, self._models, self._world)
+        return [self._trained[id(each)] for each in chosen]
+
+    def _shares(self, num_micro_batches: int) -> tuple[Share, ...]:
+        runs = deal(num_micro_batches, self._world.size)
+        return tuple(share(run.start, run.stop, num_micro_batches) for run in runs)
+
+    def _move(self, data: Any) -> Any:
+        if self.device.type == "cpu":
+            return data
+        return tree_map_only(
+            torch.Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), data
+        )
+
+
+def _tally(mail: Sequence[letters.Letter]) -> tuple[float, float]:
+    """The mean loss over everything that was counted, and the count."""
+    tallies = [tally for each in mail for tally in each.tallies]
+    count = tree_sum([number for _, number in tallies])
+    total = tree_sum([total for total, _ in tallies])
+    return (total / count if count else math.nan), count
+
+
+def _split_mask(
+    mail: Sequence[letters.Letter], trained: Sequence[Trained]
+) -> list[list[bool] | None]:
+    """For each optimizer, which of its parameters were reached; None for all."""
+    mask = letters.join_used(mail, sum(len(part.parameters) for part in trained))
+    if mask is None:
+        return [None] * len(trained)
+    masks: list[list[bool] | None] = []
+    for part in trained:
+        masks.append(mask[: len(part.parameters)])
+        mask = mask[len(part.parameters) :]
+    return masks

@@ -1,0 +1,114 @@
+"""Where a strategy, which is only a value, meets the process it runs in.
+
+Owns what a process has once: its place in the job and its connection to the other ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import socket
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from parti import launch
+from parti.cluster import Level, Origin, Place, resolve
+from parti.comm.rendezvous import Directory, KeyValue, TorchStore, meeting_in, split_address
+from parti.comm.world import World, connect
+from parti.data.seeds import derive
+from parti.engine.replica import Replica
+from parti.errors import ConfigError
+
+if TYPE_CHECKING:
+    from parti.strategy.data_parallel import DataParallel
+
+_SCOPE = 1 << 33
+"""Stands where the number of a step stands, for the random state inside `scope()`."""
+
+
+def enter(strategy: DataParallel) -> None:
+    """Make this process one of the job's ranks, or its launcher, which does not come back."""
+    place = resolve()
+    strategy.check(place)
+    if place.level is Level.HOST:
+        count = strategy.num_local_processes()
+        if count > 1 or place.num_nodes > 1:
+            launch.ensure(count)
+        torch.set_num_threads(strategy.threads or launch.num_cores())
+        return
+    launch.install()
+    torch.set_num_threads(strategy.threads or _share_of_cores(place))
+
+
+def seed_everything(seed: int) -> None:
+    value = derive(seed, _SCOPE)
+    torch.manual_seed(value)
+    random.seed(value)
+    np.random.seed(value % (1 << 32))
+
+
+def bind(
+    strategy: DataParallel, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+) -> Replica:
+    enter(strategy)
+    world = _world(resolve(), strategy.patience_s)
+    device = _device(strategy, resolve())
+    return Replica(
+        world=world,
+        device=device,
+        models=models,
+        optimizers=optimizers,
+        seed=strategy.seed,
+        precision=_precision(strategy.precision, device),
+    )
+
+
+def num_local_devices() -> int:
+    return launch.num_local_devices()
+
+
+@functools.lru_cache(maxsize=1)
+def _world(place: Place, patience_s: float) -> World:
+    """Connected once in the life of a process."""
+    if place.level is Level.HOST or place.world_size == 1:
+        rank, size = 0, 1
+    else:
+        assert place.rank is not None and place.world_size is not None
+        rank, size = place.rank, place.world_size
+    return connect(
+        rank=rank,
+        size=size,
+        meet=meeting_in(_store(place, patience_s), rank, size, patience_s)
+        if size > 1
+        else _nobody,
+        device=torch.device("cpu"),
+        patience_s=patience_s,
+        num_cores=launch.num_cores(),
+    )
+
+
+def _nobody(topic: str, mine: bytes) -> tuple[bytes, ...]:
+    return (mine,)
+
+
+def _store(place: Place, patience_s: float) -> KeyValue:
+    if place.rendezvous is None:
+        raise ConfigError(
+            f"there are {place.world_size} processes but no address where they can meet "
+            f"({place.why}). Set MASTER_ADDR and MASTER_PORT, or start with `parti run`."
+        )
+    parts = urlsplit(place.rendezvous)
+    if parts.scheme == "file":
+        return Directory(Path(parts.path))
+    if place.origin is Origin.PARTI:
+        return launch.connect_store(place.rendezvous)
+    host, port = split_address(place.rendezvous)
+    return TorchStore(host, port, is_host=place.rank == 0, patience_s=patience_s)
