@@ -18,6 +18,9 @@ from torch import Tensor, nn
 NUM_BATCHES = 8
 """Distinct batches that a run goes round in: enough that no step sees the last one's cache."""
 
+NUM_SAMPLES = 16_384
+"""Samples of an in-memory data set, where feeding the model is part of what is measured."""
+
 
 class MnistCNN(nn.Module):
     """The classic tutorial's network, 28×28 images in, ten classes out."""
@@ -165,10 +168,14 @@ class Workload:
             return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
         return model
 
+    def samples(self, count: int, *, rank: int = 0) -> Batch:
+        """Made-up samples; each rank draws its own."""
+        return self.make_samples(count, torch.Generator().manual_seed(1000 + rank))
+
     def batches(self, *, batch_size: int, rank: int = 0, tuned: bool = False) -> list[Batch]:
-        """`NUM_BATCHES` batches, made once; each rank draws its own."""
-        generator = torch.Generator().manual_seed(1000 + rank)
-        made = [self.make_samples(batch_size, generator) for _ in range(NUM_BATCHES)]
+        """`NUM_BATCHES` batches, made once."""
+        inputs, targets = self.samples(NUM_BATCHES * batch_size, rank=rank)
+        made = list(zip(inputs.split(batch_size), targets.split(batch_size), strict=True))
         if not (tuned and self.convolutional):
             return made
         return [(x.contiguous(memory_format=torch.channels_last), y) for x, y in made]

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import accelerate
 from runner import parse_arguments, rank_and_world, serve
+from torch.nn.parallel import DistributedDataParallel
 from torch_steps import VERSIONS, parts, plain_steps
 
 if __name__ == "__main__":
     arguments = parse_arguments()
-    rank, world_size = rank_and_world()
+    rank, _ = rank_and_world()
     accelerator = accelerate.Accelerator(cpu=True)
-    if accelerator.num_processes != world_size:
-        raise SystemExit(f"Accelerate runs on {accelerator.num_processes} of {world_size} ranks")
-    model, optimizer, batches = parts(arguments, rank, fused=None)
-    wrapped, wrapped_optimizer = accelerator.prepare(model, optimizer)
-    steps = plain_steps(wrapped, wrapped_optimizer, batches, accelerator.backward)
+    made = parts(arguments, rank, loader=True)
+    model, optimizer = accelerator.prepare(made.model, made.optimizer)
+    if not isinstance(model, DistributedDataParallel):
+        raise SystemExit(f"Accelerate made a {type(model).__name__}: its ranks train alone")
+    steps = plain_steps(model, optimizer, made.batches, accelerator.backward)
     versions = {**VERSIONS, "accelerate": accelerate.__version__}
     serve(arguments, steps, rank=rank, versions=versions)
     accelerator.end_training()

@@ -44,6 +44,7 @@ class Arguments:
     micro_batches: int | None
     exact: bool
     precision: str
+    feed: str
     warmup: int
     directory: Path
 
@@ -51,6 +52,11 @@ class Arguments:
     def tuned(self) -> bool:
         """Whether the model's layout and products are made equal to Parti's."""
         return self.tuning == "same"
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one step over all processes."""
+        return self.batch_size * self.processes
 
 
 def parse_arguments() -> Arguments:
@@ -65,6 +71,7 @@ def parse_arguments() -> Arguments:
     parser.add_argument("--micro-batches", type=int, default=None)
     parser.add_argument("--exact", type=int, choices=(0, 1), default=1)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--feed", choices=("fixed", "memory"), default="fixed")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--directory", type=Path, required=True)
     given = vars(parser.parse_args())
@@ -174,7 +181,7 @@ def describe(arguments: Arguments, turn: Turn, steps: int) -> dict[str, object]:
         "threads": arguments.threads,
         "steps": steps,
         "step_s": turn.elapsed_s / steps,
-        "samples_per_s": arguments.batch_size * arguments.processes * steps / turn.elapsed_s,
+        "samples_per_s": arguments.global_batch * steps / turn.elapsed_s,
         # What others used of the machine meanwhile: a disturbed turn shows itself.
         "foreign_share": max(0.0, turn.busy_s - turn.own_s) / (turn.elapsed_s * cores),
         "resident_bytes": psutil.Process().memory_info().rss,

@@ -25,6 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 NUM_CLASSES = 10
+NUM_SAMPLES = 16_384
 SHAPES = ((3, 3, 1, 32), (32,), (3, 3, 32, 64), (64,), (64 * 5 * 5, 10), (10,))
 
 
@@ -63,27 +64,31 @@ def place_in_cluster() -> None:
 
 
 def batches_for(strategy: Any, arguments: Arguments) -> Iterator[Any]:
-    """The same eight batches over and over, each replica its share of the global one."""
-    generator = np.random.default_rng(1000)
-    global_batch = arguments.batch_size * arguments.processes
-    images = generator.standard_normal((8, global_batch, 28, 28, 1), dtype=np.float32)
-    classes = generator.integers(NUM_CLASSES, size=(8, global_batch))
-    data = tf.data.Dataset.from_tensor_slices((images, classes)).repeat()
-    options = tf.data.Options()
-    # The elements are whole batches: every worker reads them all and takes its share of each.
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    share = global_batch // strategy.num_replicas_in_sync
+    """Batches for each replica, its share of the global one, without end.
 
-    def of_replica(context: Any) -> Any:
-        first = context.input_pipeline_id * share * (
-            strategy.num_replicas_in_sync // context.num_input_pipelines
-        )
-        local = data.with_options(options).map(
-            lambda x, y: (x[first : first + share], y[first : first + share])
-        )
-        return local.prefetch(2)
+    Feed "fixed" goes round in eight batches made once; feed "memory" draws a new order for every
+    epoch and gathers the samples from memory.
+    """
+    fixed = arguments.feed == "fixed"
+    share = arguments.global_batch // strategy.num_replicas_in_sync
+    num_samples = 8 * share if fixed else NUM_SAMPLES
 
-    return iter(strategy.distribute_datasets_from_function(of_replica))
+    def of_worker(context: Any) -> Any:
+        generator = np.random.default_rng(1000 + context.input_pipeline_id)
+        images = tf.constant(generator.standard_normal((num_samples, 28, 28, 1), dtype=np.float32))
+        classes = tf.constant(generator.integers(NUM_CLASSES, size=num_samples))
+        order = tf.data.Dataset.range(num_samples)
+        if fixed:
+            # The batches stay as they are: what is measured is the step, not the gathering.
+            data = tf.data.Dataset.from_tensor_slices(
+                (tf.reshape(images, (8, share, 28, 28, 1)), tf.reshape(classes, (8, share)))
+            )
+            return data.repeat().prefetch(2)
+        # Shuffling numbers and gathering in bulk is several times faster than shuffling samples.
+        picked = order.shuffle(num_samples).repeat().batch(share, drop_remainder=True)
+        return picked.map(lambda i: (tf.gather(images, i), tf.gather(classes, i))).prefetch(2)
+
+    return iter(strategy.distribute_datasets_from_function(of_worker))
 
 
 class Net:
@@ -130,7 +135,7 @@ class Net:
 
 def training_steps(strategy: Any, net: Net, arguments: Arguments) -> Callable[[Any, Any], Any]:
     """A graph function that trains `count` steps from an iterator and returns the last loss."""
-    global_batch = arguments.batch_size * arguments.processes
+    global_batch = arguments.global_batch
 
     def on_replica(batch: tuple[Any, Any]) -> Any:
         images, classes = batch

@@ -1,57 +1,96 @@
 """The training step that every PyTorch contender runs, and what each starts from.
 
-Owns the plain step; must not know how gradients meet. A contender wraps the model or the
-optimizer and hands them to `plain_steps`.
+Owns the plain step and the plain feed; must not know how gradients meet. A contender wraps the
+model or the optimizer and hands them to `plain_steps`.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from models import WORKLOADS, Batch, Workload, loss_of  # noqa: E402
+from models import NUM_SAMPLES, WORKLOADS, Batch, loss_of  # noqa: E402
 from runner import Arguments  # noqa: E402
 
 VERSIONS = {"torch": torch.__version__}
 
 
-def prepared(arguments: Arguments) -> Workload:
-    """Set the threads and the products of this process; the model asked for."""
-    torch.set_num_threads(arguments.threads)
-    return WORKLOADS[arguments.model]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a script holds before anything is distributed."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: Iterator[Batch]
+    """Without end."""
 
 
 def parts(
-    arguments: Arguments, rank: int, *, fused: bool | None
-) -> tuple[nn.Module, torch.optim.Optimizer, list[Batch]]:
-    """Model, optimizer and batches. With the same tuning for all, all get the fused optimizer."""
-    workload = prepared(arguments)
+    arguments: Arguments,
+    rank: int,
+    *,
+    fused: bool | None = None,
+    batch_size: int | None = None,
+    loader: bool = False,
+) -> Parts:
+    """Model, optimizer and batches of this process, its threads and products set.
+
+    With the same tuning for all, all get the fused optimizer; `loader` feeds an in-memory data set
+    through torch's DataLoader, as its users do, in place of indexing in bulk.
+    """
+    torch.set_num_threads(arguments.threads)
+    workload = WORKLOADS[arguments.model]
+    size = arguments.batch_size if batch_size is None else batch_size
     model = workload.model(tuned=arguments.tuned)
     optimizer = workload.make_optimizer(model, True if arguments.tuned else fused)
-    batches = workload.batches(
-        batch_size=arguments.batch_size, rank=rank, tuned=arguments.tuned
-    )
-    return model, optimizer, batches
+    if arguments.feed == "fixed":
+        fixed = workload.batches(batch_size=size, rank=rank, tuned=arguments.tuned)
+        return Parts(model=model, optimizer=optimizer, batches=itertools.cycle(fixed))
+    samples = workload.samples(NUM_SAMPLES)
+    num_ranks = arguments.global_batch // size
+    feed = through_loader if loader else in_bulk
+    return Parts(model=model, optimizer=optimizer, batches=feed(samples, size, rank, num_ranks))
+
+
+def in_bulk(samples: Batch, size: int, rank: int, num_ranks: int) -> Iterator[Batch]:
+    """A new order for every epoch; each step takes this rank's part of it at once."""
+    inputs, targets = samples
+    for epoch in itertools.count():
+        order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(epoch))
+        mine = order[: len(order) // (size * num_ranks) * size * num_ranks][rank::num_ranks]
+        for picked in mine.split(size):
+            yield inputs[picked], targets[picked]
+
+
+def through_loader(samples: Batch, size: int, rank: int, num_ranks: int) -> Iterator[Batch]:
+    """The feed of DDP's tutorial."""
+    data = TensorDataset(*samples)
+    sampler: DistributedSampler[Batch] = DistributedSampler(data, num_ranks, rank)
+    loader = DataLoader(data, batch_size=size, sampler=sampler, drop_last=True)
+    for epoch in itertools.count():
+        sampler.set_epoch(epoch)
+        yield from loader
 
 
 def plain_steps(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    batches: list[Batch],
+    batches: Iterator[Batch],
     backward: Callable[[Tensor], object] = Tensor.backward,
 ) -> Callable[[int], None]:
-    """A function that runs as many steps as it is told, round and round the batches."""
-    endless = itertools.cycle(batches)
+    """A function that runs as many steps as it is told."""
 
     def run_steps(count: int) -> None:
-        for inputs, targets in itertools.islice(endless, count):
+        for inputs, targets in itertools.islice(batches, count):
             optimizer.zero_grad()
             loss = loss_of(model(inputs), targets)
             backward(loss)

@@ -1,0 +1,59 @@
+"""Parti, as the bare loop of its own `Replica.step`."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import parti
+import torch
+from runner import Arguments, parse_arguments, serve
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from models import NUM_BATCHES, NUM_SAMPLES, WORKLOADS, loss_of  # noqa: E402
+
+
+def batches_for(replica: Any, arguments: Arguments) -> Iterator[Any]:
+    """Batches without end: eight that were made once, or a data set read from memory."""
+    fixed = arguments.feed == "fixed"
+    workload = WORKLOADS[arguments.model]
+    samples = workload.samples(NUM_BATCHES * arguments.global_batch if fixed else NUM_SAMPLES)
+    feed = replica.batches(
+        samples,
+        batch_size=arguments.global_batch,
+        micro_batches=arguments.micro_batches,
+        epochs=1 if fixed else 1_000_000,
+        shuffle=not fixed,
+        drop_last=True,
+    )
+    return itertools.cycle(list(feed)) if fixed else iter(feed)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    workload = WORKLOADS[arguments.model]
+    strategy = parti.MirroredStrategy(
+        threads=arguments.threads, exact=arguments.exact, precision=arguments.precision
+    )
+    with strategy.scope():
+        model = workload.model(tuned=arguments.tuned)
+        optimizer = workload.make_optimizer(model, True if arguments.tuned else None)
+    replica = strategy.bind(model, optimizer)
+    if replica.world_size != arguments.processes:
+        raise SystemExit(f"{replica.world_size} processes; expected {arguments.processes}")
+    batches = batches_for(replica, arguments)
+
+    def run_steps(count: int) -> None:
+        for batch in itertools.islice(batches, count):
+            replica.step(lambda inputs, targets: loss_of(model(inputs), targets), batch)
+
+    versions = {"torch": torch.__version__, "parti": parti.__version__}
+    serve(arguments, run_steps, rank=replica.rank, versions=versions)
+
+
+if __name__ == "__main__":
+    main()
