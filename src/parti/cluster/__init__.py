@@ -1,7 +1,7 @@
 """Who is here: the place of a process in a job, read from its environment.
 
 Knows the conventions of launchers and schedulers; starts nothing, opens nothing, and never
-imports torch. `resolve()` is the only place that looks at `os.environ` here.
+imports torch. Everything is a function of a mapping, which is `os.environ` where none is given.
 """
 
 from parti.cluster.hostlist import compress as compress_hostlist

@@ -56,7 +56,7 @@ def compress(hosts: Sequence[str]) -> str:
     # keeps the order: in a list the rightmost bracket varies fastest.
     entries: list[tuple[str, ...]] = [tuple(_DIGITS.split(host)) for host in hosts]
     longest = max(map(len, entries), default=0)
-    for position in range(longest - 2 + longest % 2, 0, -2):
+    for position in range(longest - 2, 0, -2):
         entries = _fold(entries, position)
     return ",".join(map("".join, entries))
 

@@ -1,8 +1,8 @@
 """MPI launchers: Open MPI's mpirun, and those that speak PMI (MPICH's and Intel's Hydra, Cray's).
 
 They start one process for each rank (`Level.RANK`) and tell sizes, but not where rank 0 is:
-across hosts the address comes from PARTI_RENDEZVOUS or MASTER_ADDR, from Slurm's host list where
-the launcher runs within an allocation, or from the address of mpirun itself.
+across hosts the address comes from PARTI_RENDEZVOUS or MASTER_ADDR, from the address of mpirun
+itself where Open MPI tells it, or from Slurm's host list, whose first host gets rank 0.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def from_pmi(environ: Mapping[str, str]) -> Place | None:
         remedy="Start the script with mpiexec, or unset PMI_RANK and PMI_SIZE to run without it.",
     )
     seat = _seat(variables, ("PMI_RANK",), ("PMI_SIZE",), _PMI_LOCAL_RANK, _PMI_LOCAL_SIZE)
-    name = variables.text(*_PMI_JOB) or variables.text("MASTER_PORT")
+    # Hydra names its jobs nowhere: two at a time on one host need a MASTER_PORT each.
+    name = variables.text(*_PMI_JOB, "MASTER_PORT", "SLURM_JOB_ID")
     job = rendezvous.job_name("pmi", *([] if name is None else [name]))
     node_rank, num_nodes = _node(seat, None)
     return Place(
@@ -179,7 +180,8 @@ def _meeting_place(
     one_host = seat.local_world_size == seat.world_size
     host: tuple[str, str] | None = ("127.0.0.1", "the loopback")
     if not one_host:
-        host = slurm.first_node(variables) or _mpirun_host(variables, seat)
+        told = variables.text(_MPIRUN_URI) is not None
+        host = _mpirun_host(variables, seat) if told else slurm.first_node(variables)
     chosen = rendezvous.meeting_place(
         variables,
         port=rendezvous.derived_port(job),
@@ -197,8 +199,8 @@ def _meeting_place(
 
 
 def _mpirun_host(variables: Variables, seat: _Seat) -> tuple[str, str] | None:
-    uri = variables.text(_MPIRUN_URI)
-    match = None if uri is None else _URI_HOST.search(uri)
+    uri = variables.need(_MPIRUN_URI)
+    match = _URI_HOST.search(uri)
     if match is None:
         return None
     if seat.rank == 0 and variables.text(_DAEMON_URI, _MPIRUN_URI) != uri:

@@ -71,8 +71,11 @@ def in_step(environ: Mapping[str, str]) -> bool:
 
 
 def first_node(variables: Variables) -> tuple[str, str] | None:
-    """The first host of the allocation, and the variable it was read from."""
-    names = found(variables.environ, *_NODELIST)
+    """The first host of the allocation, and the variable it was read from.
+
+    Not of the step: where mpirun starts its daemons with srun, each sees a step of its own.
+    """
+    names = found(variables.environ, "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     if not names:
         return None
     nodes = _expand(variables, names[0])

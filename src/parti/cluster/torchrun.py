@@ -150,7 +150,7 @@ def _meeting_place(variables: Variables, beneath: Place | None) -> tuple[str, bo
 
 def _job(variables: Variables) -> str:
     # The run id is "none" for all jobs that did not choose one: the port sets those apart.
-    name = variables.text("TORCHELASTIC_RUN_ID") or "env"
+    name = variables.text("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID") or "env"
     port = variables.text("MASTER_PORT") or "0"
     restarts = variables.integer("TORCHELASTIC_RESTART_COUNT") or 0
     return rendezvous.job_name("torch", name, port, *([f"restart{restarts}"] if restarts else []))
