@@ -113,7 +113,7 @@ class History:
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """Losses and metrics as curves; saved to `path` if one is given. Needs matplotlib."""
-        from parti.monitor.plot import draw
+        from parti.curves import draw
 
         return draw(self, path)
 
