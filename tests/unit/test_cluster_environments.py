@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from parti.cluster import Level, Origin, Place, resolve
 from parti.errors import ConfigError
 
@@ -161,11 +162,10 @@ def world(place: Place) -> tuple[object, ...]:
 
 
 def check(environ: Mapping[str, str]) -> Place | None:
-    """The place, fit in itself, or None where the environment is refused in our own words."""
+    """The place, fit in itself, or None where the environment is refused as it should be."""
     try:
         place = resolve(environ)
-    except ConfigError as error:
-        assert str(error)
+    except ConfigError:
         return None
     assert place.why.endswith(".")
     assert 0 <= place.node_rank < place.num_nodes
@@ -219,8 +219,11 @@ def test_a_missing_variable_never_changes_the_world(name: str) -> None:
 names = st.sampled_from(sorted(RECORDED))
 junk = st.one_of(
     st.sampled_from(
-        ["", " ", "-1", "0", "1", "2", "3", "99999999999", "x", "1.5", "٣", "n[1-2]", "[", "{}"]
-        + ["2(x2)", "0(x2)", "1:2", "a:b", "localhost", "tcp://", "file:///x", "True", "null"]
+        [
+            *("", " ", "-1", "0", "1", "2", "3", "99999999999", "1.5", "٣", "x", "True", "null"),
+            *("n[1-2]", "[", "{}", "2(x2)", "0(x2)", "1:2", "a:b", "localhost", "tcp://"),
+            "file:///x",
+        ]
     ),
     st.text(max_size=5),
 )

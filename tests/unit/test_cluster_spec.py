@@ -4,6 +4,7 @@ import json
 import pickle
 
 import pytest
+
 from parti.cluster import ClusterSpec
 from parti.errors import ConfigError
 
