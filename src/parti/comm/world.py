@@ -29,6 +29,8 @@ class World:
     size: int
     neighbours: Neighbours
     across: Across | None = None
+    order: tuple[int, ...] = (0,)
+    """All ranks, host by host."""
     num_hosts: int = 1
 
     @property
@@ -85,12 +87,13 @@ def connect(
         meet("memory", b"")
     order = list(dict.fromkeys(hosts))
     if len(order) == 1:
-        return World(rank, size, neighbours)
+        return World(rank, size, neighbours, None, together)
     groups = [[r for r in range(size) if hosts[r] == host] for host in order]
     across = ProcessGroup(
         rank=rank, groups=groups, meet=meet, device=device, patience_s=patience_s
     )
-    return World(rank, size, neighbours, across, len(groups))
+    in_order = tuple(other for group in groups for other in group)
+    return World(rank, size, neighbours, across, in_order, len(groups))
 
 
 def host_identity(device: torch.device, rank: int) -> str:

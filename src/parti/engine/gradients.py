@@ -16,7 +16,8 @@ import torch
 
 from parti.comm.protocol import Neighbours, Region
 from parti.engine.layout import CHUNK_BYTES, Entry, Layout
-from parti.engine.tree import Node, combine
+from parti.engine.placement import Deal
+from parti.engine.tree import Add, combine
 
 Made = Sequence[torch.Tensor | None]
 """What backward left on each parameter, in layout order; None where it did not reach."""
@@ -24,12 +25,17 @@ Made = Sequence[torch.Tensor | None]
 
 class Gradients(Protocol):
     @property
-    def owned(self) -> range:
-        """The numbers of the chunks whose sum ends up here."""
+    def runs(self) -> tuple[range, ...]:
+        """For each neighbour, the numbers of the chunks whose sum ends up with it."""
         ...
 
-    def reserve(self, num_slots: int) -> None:
-        """Make room before a step; every rank asks for the same number."""
+    @property
+    def owned(self) -> range:
+        """My own of these runs."""
+        ...
+
+    def begin(self, deal: Deal) -> None:
+        """A step begins; what follows is one `put` or `merge` for each op of my share."""
         ...
 
     def put(self, slot: int, made: Made, onto: bool) -> None:
@@ -40,8 +46,8 @@ class Gradients(Protocol):
         """Add one slot onto another."""
         ...
 
-    def add_up(self, nodes: tuple[tuple[Node, ...], ...], num_leaves: int, scale: float) -> None:
-        """Sum over ranks in tree order, times `scale`. `nodes[r]` is what rank r holds."""
+    def add_up(self, scale: float) -> None:
+        """Sum over all ranks in tree order, times `scale`. All of them have put everything."""
         ...
 
     def totals(self) -> list[torch.Tensor]:
@@ -60,9 +66,10 @@ class HeldGradients:
         self._layout = layout
         self._slots: list[list[torch.Tensor]] = []
         self.owned = range(len(layout.chunks))
+        self.runs = (self.owned,)
 
-    def reserve(self, num_slots: int) -> None:
-        self._slots += [[] for _ in range(num_slots - len(self._slots))]
+    def begin(self, deal: Deal) -> None:
+        self._slots = [[] for _ in range(deal.num_slots)]
 
     def put(self, slot: int, made: Made, onto: bool) -> None:
         device = next((g.device for g in made if g is not None), torch.device("cpu"))
@@ -78,7 +85,7 @@ class HeldGradients:
     def merge(self, into: int, source: int) -> None:
         torch._foreach_add_(self._slots[into], self._slots[source])
 
-    def add_up(self, nodes: tuple[tuple[Node, ...], ...], num_leaves: int, scale: float) -> None:
+    def add_up(self, scale: float) -> None:
         # Not _foreach_mul_: on CPU it rounds the factor to bfloat16 where the tensors are.
         for total in self._slots[0]:
             total.mul_(scale)
@@ -101,25 +108,30 @@ class HeldGradients:
 class SharedGradients:
     """For ranks that read one another's memory. Each adds up the chunks it owns."""
 
-    def __init__(self, layout: Layout, neighbours: Neighbours) -> None:
+    def __init__(
+        self, layout: Layout, neighbours: Neighbours, runs: tuple[range, ...] | None = None
+    ) -> None:
         self._layout = layout
         self._neighbours = neighbours
-        self._runs = layout.own(len(neighbours.ranks))
-        self.owned = self._runs[neighbours.index]
+        self.runs = runs or layout.own(len(neighbours.ranks))
+        self.owned = self.runs[neighbours.index]
         self._num_slots = 0
 
-    def reserve(self, num_slots: int) -> None:
-        if num_slots <= self._num_slots:
-            return
+    def begin(self, deal: Deal) -> None:
+        self._deal = deal
+        if deal.num_slots > self._num_slots:
+            self._reserve(deal.num_slots)
+
+    def _reserve(self, num_slots: int) -> None:
         self._num_slots = num_slots
         self._region = self._neighbours.allocate(num_slots * self._layout.num_bytes)
         me = self._neighbours.index
         self._views = [
-            [entry.view(self._block(me, slot)) for entry in self._layout.entries]
+            [entry.view(self.block(me, slot)) for entry in self._layout.entries]
             for slot in range(num_slots)
         ]
         self._totals = [
-            self._block(me, 0)[chunk.low : chunk.high].view(self._layout.entries[chunk.entry].dtype)
+            self.block(me, 0)[chunk.low : chunk.high].view(self._layout.entries[chunk.entry].dtype)
             for chunk in (self._layout.chunks[i] for i in self.owned)
         ]
         self._program = lru_cache(maxsize=64)(self._write_program)
@@ -138,9 +150,9 @@ class SharedGradients:
     def merge(self, into: int, source: int) -> None:
         torch._foreach_add_(self._views[into], self._views[source])
 
-    def add_up(self, nodes: tuple[tuple[Node, ...], ...], num_leaves: int, scale: float) -> None:
+    def add_up(self, scale: float) -> None:
         # Block by block, so that a sum is still in cache when it is scaled.
-        for adds, result in self._program(nodes, num_leaves):
+        for adds, result in self._program(self._deal):
             for left, right, into in adds:
                 torch.add(left, right, out=into)
             result.mul_(scale)
@@ -151,61 +163,67 @@ class SharedGradients:
     def spread(self) -> list[torch.Tensor]:
         self._neighbours.exchange(b"")  # all sums are there
         me = self._neighbours.index
-        spread_runs(self._layout, self._runs, me, [self._block(i, 0) for i in self._everyone()])
+        spread_runs(self._layout, self.runs, me, [self.block(i, 0) for i in self._everyone()])
         self._neighbours.exchange(b"")  # all have copied them; slots may be written again
         return self._views[0]
 
-    def _write_program(
-        self, nodes: tuple[tuple[Node, ...], ...], num_leaves: int
-    ) -> list[tuple[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], torch.Tensor]]:
+    def _write_program(self, deal: Deal) -> list[tuple[list[Addition], torch.Tensor]]:
         """The additions of a step, block by block, with every operand already cut to size."""
-        pieces = [
-            (neighbour, slot, node)
-            for neighbour, held in enumerate(nodes)
-            for slot, node in enumerate(held)
-        ]
-        adds = combine(tuple(node for *_, node in pieces), (0, num_leaves))
         me = self._neighbours.index
+        nodes = [deal.nodes[rank] for rank in self._neighbours.ranks]
+        held = [(neighbour, slot) for neighbour, own in enumerate(nodes) for slot in range(len(own))]
+        adds = combine(tuple(node for own in nodes for node in own), (0, deal.num_micro_batches))
         program = []
-        for low, high, dtype in self._blocks():
-            temporaries: dict[int, torch.Tensor] = {}
-            operands = [self._block(n, s)[low:high].view(dtype) for n, s, _ in pieces]
-            result = self._block(me, 0)[low:high].view(dtype)
-            steps = []
-            for add in adds:
-                left, right = (
-                    operands[o] if o >= 0 else temporaries[~o] for o in (add.left, add.right)
-                )
-                into = result if add.into is None else temporaries.setdefault(
-                    add.into, torch.empty_like(result)
-                )
-                steps.append((left, right, into))
-            if not adds and pieces[0][:2] != (me, 0):
-                # One piece, held by somebody else: x + 0 would turn -0 to +0, so it is copied.
-                steps.append((operands[0], torch.full_like(result[:1], -0.0), result))
-            program.append((steps, result))
+        for low, high, dtype in blocks(self._layout, self.owned):
+            operands = [self.block(n, slot)[low:high].view(dtype) for n, slot in held]
+            result = self.block(me, 0)[low:high].view(dtype)
+            program.append((write_additions(adds, operands, result), result))
         return program
-
-    def _blocks(self) -> list[tuple[int, int, torch.dtype]]:
-        """My run of chunks, joined to pieces of one dtype that fit the cache."""
-        blocks: list[tuple[int, int, torch.dtype]] = []
-        for i in self.owned:
-            chunk = self._layout.chunks[i]
-            dtype = self._layout.entries[chunk.entry].dtype
-            if blocks and blocks[-1][2] == dtype and chunk.high - blocks[-1][0] <= CHUNK_BYTES:
-                blocks[-1] = (blocks[-1][0], chunk.high, dtype)
-            else:
-                blocks.append((chunk.low, chunk.high, dtype))
-        return blocks
 
     def _everyone(self) -> range:
         return range(len(self._neighbours.ranks))
 
-    def _block(self, neighbour: int, slot: int) -> torch.Tensor:
+    def block(self, neighbour: int, slot: int) -> torch.Tensor:
+        """A neighbour's slot, as flat bytes."""
         size = self._layout.num_bytes
         return self._region.views[neighbour][slot * size : (slot + 1) * size]
 
     _region: Region
+    _deal: Deal
+
+
+Addition = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""left, right, and where their sum goes."""
+
+
+def write_additions(
+    adds: Sequence[Add], operands: Sequence[torch.Tensor], result: torch.Tensor
+) -> list[Addition]:
+    """Put tensors in the places of a plan of additions."""
+    temporaries: dict[int, torch.Tensor] = {}
+    written: list[Addition] = []
+    for add in adds:
+        left, right = (operands[o] if o >= 0 else temporaries[~o] for o in (add.left, add.right))
+        into = result
+        if add.into is not None:
+            into = temporaries.setdefault(add.into, torch.empty_like(result))
+        written.append((left, right, into))
+    if not adds and operands[0].data_ptr() != result.data_ptr():
+        # One piece, held elsewhere: it is copied. Adding -0 changes no number, adding 0 does.
+        written.append((operands[0], torch.full_like(result[:1], -0.0), result))
+    return written
+
+
+def blocks(layout: Layout, run: range) -> list[tuple[int, int, torch.dtype]]:
+    """A run of chunks, joined to pieces of one dtype that fit the cache."""
+    joined: list[tuple[int, int, torch.dtype]] = []
+    for chunk in layout.chunks[run.start : run.stop]:
+        dtype = layout.entries[chunk.entry].dtype
+        if joined and joined[-1][2] == dtype and chunk.high - joined[-1][0] <= CHUNK_BYTES:
+            joined[-1] = (joined[-1][0], chunk.high, dtype)
+        else:
+            joined.append((chunk.low, chunk.high, dtype))
+    return joined
 
 
 def spread_runs(

@@ -7,26 +7,54 @@ is one whole gradient to be handed around.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
-from parti.engine.tree import cover
+from parti.engine.tree import Node, Share, cover, share
 
 _SEARCH_LIMIT = 200_000
 
 
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """Who computes what in a step. Indexed by rank."""
+
+    num_micro_batches: int
+    shares: tuple[Share, ...]
+    nodes: tuple[tuple[Node, ...], ...]
+    """What each rank holds when it has computed its share."""
+    num_slots: int
+    """Slots that the rank with the most of them needs."""
+
+
 @lru_cache(maxsize=4096)
-def deal(num_micro_batches: int, num_ranks: int) -> tuple[range, ...]:
-    """The micro-batches of each rank, in rank order. Ranks beyond the last one are spares."""
+def deal(num_micro_batches: int, order: tuple[int, ...]) -> Deal:
+    """Deal to ranks in the given order, host by host, so that a host's work is one run as well."""
+    runs = deal_runs(num_micro_batches, len(order))
+    by_rank = dict(zip(order, runs, strict=True))
+    shares = tuple(
+        share(by_rank[rank].start, by_rank[rank].stop, num_micro_batches)
+        for rank in range(len(order))
+    )
+    return Deal(
+        num_micro_batches,
+        shares,
+        tuple(each.nodes for each in shares),
+        max(1, *(each.num_slots for each in shares)),
+    )
+
+
+@lru_cache(maxsize=4096)
+def deal_runs(num_micro_batches: int, num_ranks: int) -> tuple[range, ...]:
+    """The run of each rank, in order. Ranks after the last micro-batch get none: spares."""
     busy = min(num_micro_batches, num_ranks)
-    if busy == 0:
-        return (range(0),) * num_ranks
     spares = (range(num_micro_batches, num_micro_batches),) * (num_ranks - busy)
+    if busy == 0:
+        return spares
     most = -(-num_micro_batches // busy)
     if most == 1 or busy * num_micro_batches * most > _SEARCH_LIMIT:
-        runs = _even(num_micro_batches, busy)
-    else:
-        runs = _fewest_nodes(num_micro_batches, busy, most)
-    return runs + spares
+        return _even(num_micro_batches, busy) + spares
+    return _fewest_nodes(num_micro_batches, busy, most) + spares
 
 
 def _even(num_micro_batches: int, num_ranks: int) -> tuple[range, ...]:

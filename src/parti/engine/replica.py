@@ -30,7 +30,7 @@ from parti.engine.placement import deal
 from parti.engine.randomness import Randomness
 from parti.engine.report import Part, Parts, StepReport, StepTimes
 from parti.engine.trained import Trained
-from parti.engine.tree import Leaf, Share, share, tree_sum
+from parti.engine.tree import Leaf, Share, tree_sum
 from parti.errors import ConfigError
 
 Forward = Callable[..., Any]
@@ -111,7 +111,7 @@ class Replica:
             drop_last=drop_last,
             workers=workers,
             collate=collate,
-            owned=lambda active: deal(active, self._world.size)[self._world.rank],
+            owned=lambda active: deal(active, self._world.order).shares[self.rank].micro_batches,
         )
 
     def step(
@@ -130,20 +130,19 @@ class Replica:
         """
         started = time.perf_counter()
         trained = self._chosen(optimizer)
-        nodes = self._shares(batch.num_micro_batches)
-        work = nodes[self.rank]
+        dealt = deal(batch.num_micro_batches, self._world.order)
+        work = dealt.shares[self.rank]
         for part in trained:
-            part.reserve(nodes)
+            part.gradients.begin(dealt)
         results, used = self._compute(trained, work, forward, batch)
         computed = time.perf_counter()
 
         self._world.neighbours.report(Phase.REDUCE, self.step_number)
         mail = self._meet(results, used, work, batch)
         loss, count = _tally(mail)
-        held = tuple(share.nodes for share in nodes)
-        self._buffers.settle([each.buffers for each in mail], held)
+        self._buffers.settle([each.buffers for each in mail], dealt.nodes)
         for part in trained:
-            part.gradients.add_up(held, batch.num_micro_batches, 1.0 / count if count else 0.0)
+            part.gradients.add_up(1.0 / count if count else 0.0)
         norm = self._clip(trained, clip_norm)
         added = time.perf_counter()
 
@@ -282,10 +281,6 @@ class Replica:
                 self._trained[id(each)].release()
                 self._trained[id(each)] = Trained(each, self._models, self._world)
         return [self._trained[id(each)] for each in chosen]
-
-    def _shares(self, num_micro_batches: int) -> tuple[Share, ...]:
-        runs = deal(num_micro_batches, self._world.size)
-        return tuple(share(run.start, run.stop, num_micro_batches) for run in runs)
 
     def _move(self, data: Any) -> Any:
         if self.device.type == "cpu":

@@ -12,7 +12,6 @@ from parti.comm.protocol import Neighbours
 from parti.comm.world import World
 from parti.engine.gradients import Gradients, HeldGradients, Made, SharedGradients
 from parti.engine.layout import Layout, difference, lay_out
-from parti.engine.tree import Share
 from parti.engine.update import ELEMENTWISE, DividedUpdate, Update, WholeUpdate
 from parti.errors import ConfigError, RankMismatch
 
@@ -69,9 +68,6 @@ class Trained:
         """Forget gradients that somebody else's backward left here."""
         for parameter in self._all:
             parameter.grad = None
-
-    def reserve(self, shares: Sequence[Share]) -> None:
-        self.gradients.reserve(max(1, *(share.num_slots for share in shares)))
 
 
 def _gradients(layout: Layout, neighbours: Neighbours) -> Gradients:

@@ -70,7 +70,7 @@ class DividedUpdate:
         self._layout = layout
         self._gradients = gradients
         self._neighbours = neighbours
-        self._runs = layout.own(len(neighbours.ranks))
+        self._runs = gradients.runs
         self._weights = _move(parameters, layout, neighbours)
         self._chunks = [self._cut(layout.chunks[i]) for i in gradients.owned]
         self._groups = self._group()
