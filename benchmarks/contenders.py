@@ -51,9 +51,7 @@ def all_contenders(peers: Path = PEERS, processes: int = 2) -> dict[str, Contend
 
 def variant(contender: Contender, name: str, title: str, *arguments: str) -> Contender:
     """The same program with other arguments, under another name."""
-    return replace(
-        contender, name=name, title=title, arguments=(*contender.arguments, *arguments)
-    )
+    return replace(contender, name=name, title=title, arguments=(*contender.arguments, *arguments))
 
 
 def pick(table: dict[str, Contender], names: Sequence[str]) -> list[Contender]:

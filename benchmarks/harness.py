@@ -52,7 +52,7 @@ DISTURBED = 0.05
 Record = dict[str, object]
 
 
-class ContenderFailed(Exception):
+class ContenderError(Exception):
     """A contender ended or said nothing; the message carries the end of its output."""
 
 
@@ -194,9 +194,9 @@ class Running:
             if ready:
                 self.pending += os.read(self.fifos["reports"], 65536)
             elif any(process.poll() not in (None, 0) for process in self.processes):
-                raise ContenderFailed(self._last_words())
+                raise ContenderError(self._last_words())
             elif time.monotonic() > deadline:
-                raise ContenderFailed(f"no report in {patience_s:.0f} s. {self._last_words()}")
+                raise ContenderError(f"no report in {patience_s:.0f} s. {self._last_words()}")
         line, self.pending = self.pending.split(b"\n", 1)
         return json.loads(line)  # type: ignore[no-any-return]
 
@@ -381,7 +381,7 @@ def _try(
     name = running.contender.name
     try:
         act()
-    except ContenderFailed as failure:
+    except ContenderError as failure:
         results.failures[name] = str(failure)
         say(f"  {name} failed: {failure}")
         all_running.pop(name).close()

@@ -149,9 +149,7 @@ class Turn:
     busy_s: float
 
 
-def timed_turn(
-    meeting: Meeting, run_steps: Callable[[int], None], steps: int, settle: int
-) -> Turn:
+def timed_turn(meeting: Meeting, run_steps: Callable[[int], None], steps: int, settle: int) -> Turn:
     """Time `steps` steps between two meetings; the slowest rank's clock counts."""
     run_steps(settle)
     meeting.wait()

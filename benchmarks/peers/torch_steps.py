@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from models import NUM_SAMPLES, WORKLOADS, Batch, loss_of  # noqa: E402
-from runner import Arguments  # noqa: E402
+from models import NUM_SAMPLES, WORKLOADS, Batch, loss_of
+from runner import Arguments
 
 VERSIONS = {"torch": torch.__version__}
 

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import parti
 import torch
 from runner import Arguments, parse_arguments, serve
 
+import parti
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from models import NUM_BATCHES, NUM_SAMPLES, WORKLOADS, loss_of  # noqa: E402
+from models import NUM_BATCHES, NUM_SAMPLES, WORKLOADS, loss_of
 
 
 def batches_for(replica: Any, arguments: Arguments) -> Iterator[Any]:

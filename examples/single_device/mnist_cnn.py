@@ -1,0 +1,52 @@
+"""The classic tutorial's network on MNIST, on one device: the twin of ../mnist_cnn.py."""
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import parti
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--short", action="store_true", help="one epoch over small digits, for a test")
+short = parser.parse_args().short
+epochs = 1 if short else 3
+
+
+def enlarged_digits():
+    """The small digits that come with Parti, as images of MNIST's size."""
+    for images, labels in (data[:] for data in parti.datasets.digits()):
+        yield TensorDataset(F.interpolate(images, (28, 28), mode="bilinear"), labels)
+
+
+try:
+    train_set, test_set = enlarged_digits() if short else parti.datasets.mnist()
+except parti.DataError as error:
+    print(f"{error}\nGoing on with the small digits that come with Parti, enlarged.")
+    train_set, test_set = enlarged_digits()
+
+model = nn.Sequential(
+    nn.Conv2d(1, 32, 3),
+    nn.ReLU(),
+    nn.MaxPool2d(2),
+    nn.Conv2d(32, 64, 3),
+    nn.ReLU(),
+    nn.MaxPool2d(2),
+    nn.Flatten(),
+    nn.Linear(64 * 5 * 5, 10),
+)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+loss = nn.CrossEntropyLoss()
+
+for _ in range(epochs):
+    model.train()
+    for images, labels in DataLoader(train_set, batch_size=128, shuffle=True):
+        optimizer.zero_grad()
+        loss(model(images), labels).backward()
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        right = [model(x).argmax(1) == y for x, y in DataLoader(test_set, batch_size=128)]
+    print(f"accuracy {torch.cat(right).float().mean():.4f}")
