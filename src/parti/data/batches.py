@@ -1,0 +1,239 @@
+"""The feed: an iterable of global batches, of which it holds the micro-batches of one rank.
+
+Ties together what the other files do: `settings` (what is asked), `kinds` (what the data is),
+`dealing` (which samples), a source or a stream (reading them), `workers` (in which process).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from parti.data.columns import Columns
+from parti.data.dealing import Dealer, Owned, Share, Shares
+from parti.data.kinds import is_stream, source_of
+from parti.data.order import Position
+from parti.data.samples import Source
+from parti.data.settings import Asked, FeedSettings, settle, unwrap
+from parti.data.streams import ReadyBatches, Stream, opener
+from parti.data.workers import ReadAhead, stream_ahead
+from parti.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """A fixed slice of a global batch, with its data."""
+
+    number: int
+    num_samples: int
+    data: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A global batch, as one rank sees it: all of its numbers, its own part of the data."""
+
+    step_in_epoch: int
+    epoch: int
+    num_samples: int
+    """Over all ranks."""
+    num_micro_batches: int
+    """Over all ranks; none is empty."""
+    micro_batches: tuple[MicroBatch, ...]
+    """Of this rank, in ascending order; a spare rank has none."""
+    is_last_of_epoch: bool
+
+
+class Feed:
+    """The batches of a data set, in one order for any number of ranks.
+
+    Iterating starts at `start` each time. The same settings and the same data give the same
+    batches; `owned` decides which part of each this rank holds, and may change between steps.
+
+    Data in memory is read in this process. With `workers`, other data is read ahead by that many
+    processes; a stream can only be read by one.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        batch_size: int | None,
+        owned: Owned,
+        micro_batches: int | None = None,
+        epochs: int = 1,
+        seed: int = 0,
+        shuffle: bool | None = None,
+        drop_last: bool | None = None,
+        workers: int | None = None,
+        collate: Callable[[Sequence[Any]], Any] | None = None,
+        start: Position | None = None,
+    ) -> None:
+        asked = Asked(
+            batch_size=batch_size,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            workers=workers,
+            collate=collate,
+        )
+        data, asked, loader_workers = unwrap(data, asked)
+        self._settings = settle(
+            asked,
+            micro_batches=micro_batches,
+            epochs=epochs,
+            seed=seed,
+            start=start,
+            workers=loader_workers,
+        )
+        self._shares = Shares(self._settings.num_micro_batches, owned)
+        self._reader: _Indexed | _Streamed
+        if is_stream(data):
+            self._reader = _Streamed(_stream(data, self._settings), self._shares, self._settings)
+        else:
+            source = source_of(data, seed=self._settings.seed, collate=self._settings.collate)
+            self._reader = _Indexed(source, self._shares, self._settings)
+
+    @property
+    def batch_size(self) -> int:
+        return self._settings.batch_size
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self._settings.num_micro_batches
+
+    @property
+    def num_epochs(self) -> int:
+        return self._settings.num_epochs
+
+    @property
+    def start(self) -> Position:
+        return self._settings.start
+
+    @property
+    def num_samples(self) -> int | None:
+        """In the data set; None for a stream."""
+        return self._reader.num_samples
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """None for a stream."""
+        return self._reader.steps_per_epoch
+
+    @property
+    def num_steps(self) -> int | None:
+        """In all epochs, also those before `start`; None for a stream."""
+        steps = self._reader.steps_per_epoch
+        return None if steps is None else steps * self._settings.num_epochs
+
+    def __len__(self) -> int:
+        """How many batches iterating gives."""
+        steps = self._reader.steps_per_epoch
+        if steps is None:
+            raise TypeError("the length of a stream is not known before it has been read.")
+        done = self._settings.start.global_step(steps)
+        return steps * self._settings.num_epochs - done
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._reader.batches()
+
+
+class _Indexed:
+    """Feeds from a source of known length."""
+
+    def __init__(self, source: Source, shares: Shares, settings: FeedSettings) -> None:
+        self._source = source
+        self._settings = settings
+        self._dealer = Dealer(
+            num_samples=source.length,
+            batch_size=settings.batch_size,
+            shares=shares,
+            seed=settings.seed,
+            shuffle=settings.shuffle,
+            drop_last=settings.drop_last,
+        )
+        self.num_samples: int | None = source.length
+        self.steps_per_epoch: int | None = self._dealer.steps_per_epoch
+        if self._dealer.steps_per_epoch == 0:
+            raise ConfigError(
+                f"batch_size={settings.batch_size} with drop_last leaves no batch of a data set of "
+                f"{source.length} samples. Take a smaller batch_size, or drop_last=False."
+            )
+        if settings.start.step_in_epoch > self._dealer.steps_per_epoch:
+            raise ConfigError(
+                f"start={settings.start} lies behind the end of the epoch, which has "
+                f"{self._dealer.steps_per_epoch} steps. Are batch_size={settings.batch_size} and "
+                "the data the same as before?"
+            )
+
+    def batches(self) -> Iterator[Batch]:
+        ahead: ReadAhead | None = None
+        dealer, settings = self._dealer, self._settings
+        # in memory there is nothing to wait for, and sending data on costs more than reading it
+        if settings.workers.num_workers and not isinstance(self._source, Columns):
+            ahead = ReadAhead(self._source, dealer, settings.num_epochs, settings.workers)
+        try:
+            for position in dealer.positions(settings.start, settings.num_epochs):
+                epoch, step = position.epoch, position.step_in_epoch
+                share = dealer.share(step)
+                if ahead is not None:
+                    parts: Sequence[Any] = ahead.parts(position, share)
+                else:
+                    parts = self._source.fetch(dealer.wanted(epoch, step, share))
+                yield _batch(position, share, parts, step == dealer.steps_per_epoch - 1)
+        finally:
+            if ahead is not None:
+                ahead.close()
+
+
+class _Streamed:
+    """Feeds from a stream."""
+
+    num_samples: int | None = None
+    steps_per_epoch: int | None = None
+
+    def __init__(self, stream: Stream, shares: Shares, settings: FeedSettings) -> None:
+        self._stream = stream
+        self._shares = shares
+        self._settings = settings
+        if settings.workers.num_workers > 1:
+            raise ConfigError(
+                f"workers={settings.workers.num_workers}, but a stream has to be read in order, by "
+                "one process. Take workers=1 to have it read ahead, or a data set that can be "
+                "indexed."
+            )
+
+    def batches(self) -> Iterator[Batch]:
+        start = self._settings.start
+        if self._settings.workers.num_workers:
+            steps = stream_ahead(self._stream, self._shares, start, self._settings.workers)
+        else:
+            steps = self._stream.steps(self._shares, start)
+        for step in steps:
+            yield _batch(step.position, step.share, step.parts, step.is_last)
+
+
+def _batch(position: Position, share: Share, parts: Iterable[Any], is_last: bool) -> Batch:
+    return Batch(
+        step_in_epoch=position.step_in_epoch,
+        epoch=position.epoch,
+        num_samples=share.num_samples,
+        num_micro_batches=share.num_micro_batches,
+        micro_batches=tuple(map(MicroBatch, share.numbers, share.sizes, parts)),
+        is_last_of_epoch=is_last,
+    )
+
+
+def _stream(data: Any, settings: FeedSettings) -> Stream:
+    holds_batches = isinstance(data, ReadyBatches)
+    if holds_batches and settings.collate is not None:
+        raise ConfigError("collate= puts samples together, but ReadyBatches are batches already.")
+    return Stream(
+        open=opener(data.batches if holds_batches else data, settings.num_epochs),
+        holds_batches=holds_batches,
+        batch_size=settings.batch_size,
+        drop_last=settings.drop_last,
+        num_epochs=settings.num_epochs,
+        seed=settings.seed,
+        collate=settings.collate,
+    )
