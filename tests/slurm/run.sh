@@ -46,7 +46,11 @@ take_down() {
     # Nothing of the cluster is kept, and unshare waits out a polite signal.
     for daemon in "${daemons[@]}"; do kill -KILL "$daemon" 2>/dev/null || true; done
     for daemon in "${daemons[@]}"; do wait "$daemon" 2>/dev/null || true; done
-    for node in "${nodes[@]}"; do ip netns delete "$node" 2>/dev/null || true; done
+    for node in "${nodes[@]}"; do
+        # The link first: with the namespace it would go too, but only some time later.
+        ip link delete "$node" 2>/dev/null || true
+        ip netns delete "$node" 2>/dev/null || true
+    done
     ip link delete parti-br 2>/dev/null || true
     [ -z "$work" ] || rm -rf "$work"
     exit "$status"
