@@ -1,0 +1,5 @@
+"""`python -m parti`."""
+
+from parti.cli import main
+
+main()

@@ -1,0 +1,81 @@
+"""The command line: it launches and looks. Training itself is configured in Python.
+
+Commands are made with typer, all but one: importing typer takes longer than `parti run` needs to
+have its workers started. So `run` reads its own options (`parti.launch.command`), and typer, which
+lists it, hands them over unread.
+"""
+
+# Without `from __future__ import annotations`: typer reads those of functions that are defined
+# where typer is imported, inside a function.
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+from parti import __version__
+from parti.errors import ConfigError, PartiError
+
+if TYPE_CHECKING:
+    import typer
+
+_INTERRUPTED = 130
+
+
+def main() -> None:
+    """The program `parti`."""
+    arguments = sys.argv[1:]
+    try:
+        if arguments[:1] == ["run"]:
+            exit_code = _run(arguments[1:])
+        else:
+            exit_code = application()(arguments, prog_name="parti", standalone_mode=True)
+    except KeyboardInterrupt:  # before there was anything to end
+        exit_code = _INTERRUPTED
+    except PartiError as error:
+        sys.stderr.write(f"parti: {error}\n")
+        exit_code = 2 if isinstance(error, ConfigError) else 1
+    raise SystemExit(exit_code)
+
+
+def application() -> "typer.Typer":
+    """Everything that `parti --help` lists."""
+    import typer
+
+    app = typer.Typer(
+        help="Train on many devices and hosts from one PyTorch script.",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+    )
+
+    def show_version(is_wanted: bool) -> None:
+        if is_wanted:
+            typer.echo(f"parti {__version__}")
+            raise typer.Exit
+
+    @app.callback()
+    def options(
+        version: Annotated[
+            bool,
+            typer.Option(
+                "--version", callback=show_version, is_eager=True, help="Show the version."
+            ),
+        ] = False,
+    ) -> None:
+        pass
+
+    @app.command(
+        add_help_option=False,
+        context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    )
+    def run(arguments: list[str]) -> None:
+        """Run a script on every device of this host, or of several hosts."""
+        raise typer.Exit(_run(arguments))
+
+    return app
+
+
+def _run(arguments: list[str]) -> int:
+    from parti.launch.command import read_options, run_script
+
+    return run_script(read_options(arguments))

@@ -1,0 +1,334 @@
+"""Watches the workers of one host from their start to their end. One thread, one loop.
+
+A job is *running*, *settling* (somebody failed; in a moment it is decided who was first), *ending*
+(the others get SIGTERM, and SIGKILL after a grace) and *over*. What happens on other hosts comes
+in through `Peers`; which failure was the first is decided in `failure`.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import assert_never
+
+from parti.errors import WorkerFailed
+from parti.launch.evidence import Reports, num_oom_kills
+from parti.launch.failure import Ending, Verdict, fold, is_consequence, judge, shell_code
+from parti.launch.feed import Feed
+from parti.launch.output import Console, Log
+from parti.launch.peers import Announcement, Kind, Peers
+from parti.launch.signals import SignalInbox
+from parti.launch.spawn import Worker, spawn
+
+_GRACE_S = 0.5
+"""Between SIGTERM and SIGKILL."""
+_SETTLE_S = 0.1
+"""After a failure: for others that fail alike."""
+_SETTLE_CONSEQUENCE_S = 0.3
+"""After a failure that blames another rank: for that rank's own."""
+_LOOK_S = 0.25
+"""How often to look for what no descriptor tells: reports of workers that do not exit."""
+_POLL_S = 0.02
+"""The same where the system does not tell of a process's end either."""
+_FLUSH_S = 1.0
+"""How long a failed job waits for a console that does not move."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """What the workers of this host are."""
+
+    program: tuple[str, ...]
+    environment_of: Callable[[int], Mapping[str, str]]
+    """The environment of a local rank."""
+    cwd: str | None
+    run_directory: Path
+    failure_directory: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a job ended."""
+
+    exit_code: int
+    announcement: Announcement
+    verdict: Verdict | None
+
+
+class Supervisor:
+    """The workers of this host, from `run()` to its return."""
+
+    def __init__(
+        self, assignment: Assignment, peers: Peers, console: Console, inbox: SignalInbox
+    ) -> None:
+        self._assignment = assignment
+        self._peers = peers
+        self._inbox = inbox
+        self._console = console
+        self._selector = selectors.DefaultSelector()
+        self._feed = Feed(self._selector, console)
+        self._reports = Reports(assignment.failure_directory)
+        self._workers: list[Worker] = []
+        self._announcement: Announcement | None = None
+        self._has_succeeded_here = False
+        self._settle_until_s: float | None = None
+        self._ended_s: float | None = None
+        self._kill_at_s: float | None = None
+        self._flush_until_s: float | None = None
+        self._oom_kills_before = num_oom_kills()
+
+    # ---- from start to end
+
+    def run(self, on_started: Callable[[], None]) -> Outcome:
+        """Start the workers; return when none is left."""
+        try:
+            self._selector.register(self._inbox.fileno(), selectors.EVENT_READ, self._on_signals)
+            if self._peers.waits_for is not None:
+                self._selector.register(self._peers.waits_for, selectors.EVENT_READ, self._on_news)
+            for local_rank in range(self._peers.layout.num_local):
+                self._start(local_rank)
+            on_started()
+            while not self._is_over():
+                self._turn()
+            return self._outcome()
+        finally:
+            self._leave_nothing()
+
+    def _start(self, local_rank: int) -> None:
+        layout = self._peers.layout
+        rank = layout.first_rank + local_rank
+        log = Log(self._assignment.run_directory / f"rank{rank}.log")
+        try:
+            worker = spawn(
+                self._assignment.program,
+                rank=rank,
+                environ=self._assignment.environment_of(local_rank),
+                log=log,
+                console=self._console if rank == 0 else None,
+                cwd=self._assignment.cwd,
+            )
+        except OSError as error:
+            log.close()
+            raise WorkerFailed(
+                f"rank {rank} could not be started: {error}; {local_rank} of {layout.num_local} "
+                "processes of this host were (see `ulimit -u` and `ulimit -n`)"
+            ) from error
+        self._workers.append(worker)
+        self._feed.add(worker)
+        if worker.pidfd is not None:
+            self._selector.register(worker.pidfd, selectors.EVENT_READ, self._collect)
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(self._timeout_s()):
+            key.data()
+        if sys.platform != "linux":
+            self._collect()
+        self._reports.look(now=False)
+        self._advance(time.monotonic())
+        self._feed.turn()
+
+    def _timeout_s(self) -> float:
+        now_s = time.monotonic()
+        moments = (self._settle_until_s, self._kill_at_s, self._flush_until_s)
+        waits = [max(0.0, moment - now_s) for moment in moments if moment is not None]
+        return min([*waits, _LOOK_S if sys.platform == "linux" else _POLL_S])
+
+    def _is_over(self) -> bool:
+        if self._announcement is None or self._alive():
+            return False
+        is_late = self._flush_until_s is not None and time.monotonic() >= self._flush_until_s
+        return is_late or self._feed.is_flushed
+
+    def _leave_nothing(self) -> None:
+        """Whatever happened, an interrupt in the middle of the above included."""
+        try:
+            if self._announcement is None:
+                self._announce(Kind.LOST)
+                self._signal_workers(signal.SIGTERM)
+                deadline_s = time.monotonic() + _GRACE_S
+                while self._alive() and time.monotonic() < deadline_s:
+                    self._collect()
+                    time.sleep(_POLL_S)
+        finally:
+            self._signal_workers(signal.SIGKILL)
+            for worker in self._alive():
+                worker.collect()
+            for worker in self._workers:
+                worker.close()
+            self._selector.close()
+
+    # ---- what comes in
+
+    def _alive(self) -> list[Worker]:
+        return [worker for worker in self._workers if worker.is_alive]
+
+    def _collect(self) -> None:
+        for worker in self._alive():
+            if worker.has_ended():
+                if worker.pidfd is not None:
+                    self._selector.unregister(worker.pidfd)
+                worker.collect()
+                self._feed.take_rest(worker)
+                self._reports.look(now=True)
+
+    def _on_news(self) -> None:
+        news = self._peers.poll()
+        if news is None:
+            return
+        if self._peers.waits_for is not None:
+            self._selector.unregister(self._peers.waits_for)
+        if self._announcement is None:
+            self._end(news)
+
+    def _on_signals(self) -> None:
+        for number in self._inbox.take():
+            if number == signal.SIGWINCH:
+                self._feed.copy_terminal_size()
+            elif number == signal.SIGTSTP:
+                self._signal_workers(signal.SIGSTOP)
+                os.kill(os.getpid(), signal.SIGSTOP)
+                self._signal_workers(signal.SIGCONT)
+            elif self._ended_s is None:
+                self._end(self._announce(Kind.SIGNAL, number=number))
+            else:  # asked again: now
+                self._kill_at_s = self._flush_until_s = time.monotonic()
+
+    # ---- what follows from it
+
+    def _advance(self, now_s: float) -> None:
+        if self._ended_s is None:
+            self._decide(now_s)
+        if self._kill_at_s is not None and now_s >= self._kill_at_s:
+            self._kill_at_s = None
+            self._signal_workers(signal.SIGKILL)
+
+    def _decide(self, now_s: float) -> None:
+        """Has the job failed, or have all workers of this host done their part?"""
+        verdict = judge(self._failures())
+        if verdict is not None:
+            is_blamed_on_another = is_consequence(verdict.first)
+            until_s = now_s + (_SETTLE_CONSEQUENCE_S if is_blamed_on_another else _SETTLE_S)
+            self._settle_until_s = min(self._settle_until_s or until_s, until_s)
+            if now_s >= self._settle_until_s:
+                self._end(self._announce(Kind.FAILURE, ending=verdict.first))
+        elif not self._alive() and not self._has_succeeded_here:
+            self._has_succeeded_here = True
+            self._announcement = self._peers.succeed()
+
+    def _end(self, announcement: Announcement) -> None:
+        """The job is at its end, for the reason announced."""
+        now_s = time.monotonic()
+        self._announcement = announcement
+        self._ended_s = now_s
+        self._settle_until_s = None
+        self._kill_at_s = now_s + _GRACE_S
+        if announcement.kind is not Kind.SUCCESS:
+            self._flush_until_s = now_s + _GRACE_S + _FLUSH_S
+        for worker in self._alive():
+            worker.is_ended_by_us = True
+        self._signal_workers(signal.SIGTERM)
+        self._signal_workers(signal.SIGCONT)  # one that is stopped would not see the other
+
+    def _announce(
+        self, kind: Kind, *, ending: Ending | None = None, number: int = 0
+    ) -> Announcement:
+        layout = self._peers.layout
+        return self._peers.announce(
+            Announcement(
+                kind=kind,
+                node_rank=layout.node_rank,
+                host=layout.hosts[layout.node_rank],
+                ending=ending,
+                signal=number,
+            )
+        )
+
+    def _signal_workers(self, number: int) -> None:
+        for worker in self._alive():
+            worker.signal(number)
+
+    # ---- how it is told
+
+    def _failures(self) -> list[Ending]:
+        """How the workers ended that have failed, or have reported that they will."""
+        return [
+            self._ending(worker)
+            for worker in self._workers
+            if worker.exit_code or self._reports.of(worker.rank) is not None
+        ]
+
+    def _ending(self, worker: Worker) -> Ending:
+        report = self._reports.of(worker.rank)
+        if report is not None and self._ended_s is not None and report.at_s > self._ended_s:
+            report = None  # it raised because it was being ended
+        exit_code = worker.exit_code or 0
+        if report is not None and (worker.is_alive or worker.is_ended_by_us):
+            exit_code = max(exit_code, 1)  # it had raised and was on its way out
+        layout = self._peers.layout
+        return Ending(
+            rank=worker.rank,
+            exit_code=exit_code,
+            at_s=worker.ended_s,
+            host=layout.hosts[layout.node_rank] if layout.num_nodes > 1 else "",
+            report=report,
+            tail=worker.log.tail,
+            is_on_console=worker.is_on_console,
+            is_ended_by_us=worker.is_ended_by_us and report is None,
+            num_oom_kills=self._oom_kills_since_start(),
+        )
+
+    def _oom_kills_since_start(self) -> int | None:
+        now = num_oom_kills()
+        if now is None or self._oom_kills_before is None:
+            return None
+        return now - self._oom_kills_before
+
+    def _outcome(self) -> Outcome:
+        assert self._announcement is not None
+        endings = self._failures()
+        here = judge(endings)
+        failures = [] if here is None else [here.first, *here.alike, *here.consequences]
+        elsewhere = self._peers.finish(failures)
+        for ending in endings:
+            self._file_traceback(ending)
+        verdict = _verdict(self._announcement, [*failures, *elsewhere])
+        return Outcome(
+            exit_code=_exit_code(self._announcement, verdict),
+            announcement=self._announcement,
+            verdict=verdict,
+        )
+
+    def _file_traceback(self, ending: Ending) -> None:
+        """Workers leave the printing of their last traceback to us; every one goes to its log."""
+        if ending.report is not None and not ending.report.is_printed:
+            worker = self._workers[ending.rank - self._peers.layout.first_rank]
+            worker.log.write(ending.report.traceback.encode())
+
+
+def _verdict(announcement: Announcement, failures: Sequence[Ending]) -> Verdict | None:
+    """The announced failure first, in its latest version, and all others under it."""
+    if announcement.kind is not Kind.FAILURE or announcement.ending is None:
+        return None
+    rank = announcement.ending.rank
+    latest = next((e for e in failures if e.rank == rank), announcement.ending)
+    return fold(latest, [e for e in failures if e.rank != rank])
+
+
+def _exit_code(announcement: Announcement, verdict: Verdict | None) -> int:
+    match announcement.kind:
+        case Kind.SUCCESS:
+            return 0
+        case Kind.FAILURE:
+            return 1 if verdict is None else shell_code(verdict.first.exit_code)
+        case Kind.SIGNAL:
+            return 128 + announcement.signal
+        case Kind.LOST:
+            return 1
+        case _:
+            assert_never(announcement.kind)
