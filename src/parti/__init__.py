@@ -10,10 +10,69 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from parti import cluster as cluster
+    from parti import datasets as datasets
+    from parti.cluster import ClusterSpec as ClusterSpec
+    from parti.engine.forward import Forward as Forward
+    from parti.engine.replica import Replica as Replica
+    from parti.engine.report import StepReport as StepReport
     from parti.engine.tuning import Tuning as Tuning
+    from parti.errors import CheckpointError as CheckpointError
+    from parti.errors import CommError as CommError
+    from parti.errors import CommTimeout as CommTimeout
+    from parti.errors import ConfigError as ConfigError
+    from parti.errors import DataError as DataError
     from parti.errors import PartiError as PartiError
+    from parti.errors import PeerLost as PeerLost
+    from parti.errors import PlanInfeasible as PlanInfeasible
+    from parti.errors import RankMismatch as RankMismatch
+    from parti.errors import WorkerFailed as WorkerFailed
+    from parti.launch import launch as launch
     from parti.strategy.data_parallel import MirroredStrategy as MirroredStrategy
-    from parti.strategy.data_parallel import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
+    from parti.strategy.data_parallel import (
+        MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+    )
     from parti.strategy.data_parallel import OneDeviceStrategy as OneDeviceStrategy
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "ClusterSpec": "parti.cluster",
+    "Forward": "parti.engine.forward",
+    "MirroredStrategy": "parti.strategy.data_parallel",
+    "MultiWorkerMirroredStrategy": "parti.strategy.data_parallel",
+    "OneDeviceStrategy": "parti.strategy.data_parallel",
+    "Replica": "parti.engine.replica",
+    "StepReport": "parti.engine.report",
+    "Tuning": "parti.engine.tuning",
+    "CheckpointError": "parti.errors",
+    "CommError": "parti.errors",
+    "CommTimeout": "parti.errors",
+    "ConfigError": "parti.errors",
+    "DataError": "parti.errors",
+    "PartiError": "parti.errors",
+    "PeerLost": "parti.errors",
+    "PlanInfeasible": "parti.errors",
+    "RankMismatch": "parti.errors",
+    "WorkerFailed": "parti.errors",
+}
+_MODULES = ("cluster", "datasets", "launch")
+
+__all__ = sorted([*_HOMES, *_MODULES])
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+    elif name in _MODULES:
+        value = import_module(f"parti.{name}")
+    else:
+        raise AttributeError(
+            f"module 'parti' has no attribute {name!r}; it has {', '.join(__all__)}"
+        )
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

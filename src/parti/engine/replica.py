@@ -43,14 +43,18 @@ class Replica:
     def __init__(
         self,
         *,
+        strategy: object,
         world: World,
         device: torch.device,
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         seed: int,
+        exact: bool,
         precision: Callable[[], AbstractContextManager[Any]],
     ) -> None:
+        self.strategy = strategy
         self.device = device
+        self._exact = exact
         self._world = world
         self._models = tuple(models)
         self._optimizers = tuple(optimizers)

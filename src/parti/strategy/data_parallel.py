@@ -92,6 +92,10 @@ class DataParallel:
         """How many processes this host contributes."""
         raise NotImplementedError
 
+    def device_names(self) -> tuple[str, ...]:
+        """The devices of this host by name, where the user named them."""
+        return ()
+
     def check(self, place: Place) -> None:
         """Refuse a place that contradicts this strategy."""
         if self.one_host and place.num_nodes > 1:
@@ -123,6 +127,9 @@ class OneDeviceStrategy(DataParallel):
     def num_local_processes(self) -> int:
         return 1
 
+    def device_names(self) -> tuple[str, ...]:
+        return () if self.device is None else (self.device,)
+
     def check(self, place: Place) -> None:
         DataParallel.check(self, place)
         if place.level is Level.RANK and place.world_size != 1:
@@ -149,6 +156,9 @@ class MirroredStrategy(DataParallel):
     def num_local_processes(self) -> int:
         return _count(self.devices)
 
+    def device_names(self) -> tuple[str, ...]:
+        return _names(self.devices)
+
 
 @dataclass(frozen=True, slots=True)
 class MultiWorkerMirroredStrategy(DataParallel):
@@ -165,6 +175,9 @@ class MultiWorkerMirroredStrategy(DataParallel):
     def num_local_processes(self) -> int:
         return _count(self.devices)
 
+    def device_names(self) -> tuple[str, ...]:
+        return _names(self.devices)
+
 
 def _check_devices(strategy: MirroredStrategy | MultiWorkerMirroredStrategy) -> None:
     devices = strategy.devices
@@ -180,6 +193,10 @@ def _check_devices(strategy: MirroredStrategy | MultiWorkerMirroredStrategy) -> 
         if not devices or len(set(devices)) != len(devices):
             raise ConfigError(f"devices={list(devices)!r}; expected distinct names, at least one.")
         object.__setattr__(strategy, "devices", tuple(devices))
+
+
+def _names(devices: int | Sequence[str] | None) -> tuple[str, ...]:
+    return () if devices is None or isinstance(devices, int) else tuple(devices)
 
 
 def _count(devices: int | Sequence[str] | None) -> int:

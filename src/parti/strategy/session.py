@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import functools
 import random
-import socket
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -41,7 +40,11 @@ def enter(strategy: DataParallel) -> None:
     if place.level is Level.HOST:
         count = strategy.num_local_processes()
         if count > 1 or place.num_nodes > 1:
-            launch.ensure(count)
+            launch.ensure(
+                count,
+                threads=strategy.threads,
+                tuning=launch.ProcessTuning(allocator=strategy.tuning.allocator),
+            )
         torch.set_num_threads(strategy.threads or launch.num_cores())
         return
     launch.install()
@@ -49,6 +52,7 @@ def enter(strategy: DataParallel) -> None:
 
 
 def seed_everything(seed: int) -> None:
+    """The same state of every generator on every process, before models are made."""
     value = derive(seed, _SCOPE)
     torch.manual_seed(value)
     random.seed(value)
@@ -59,14 +63,17 @@ def bind(
     strategy: DataParallel, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> Replica:
     enter(strategy)
-    world = _world(resolve(), strategy.patience_s)
-    device = _device(strategy, resolve())
+    place = resolve()
+    device = _device(strategy, place)
+    world = _world(place, device, strategy.patience_s)
     return Replica(
+        strategy=strategy,
         world=world,
         device=device,
         models=models,
         optimizers=optimizers,
         seed=strategy.seed,
+        exact=strategy.exact,
         precision=_precision(strategy.precision, device),
     )
 
@@ -76,7 +83,7 @@ def num_local_devices() -> int:
 
 
 @functools.lru_cache(maxsize=1)
-def _world(place: Place, patience_s: float) -> World:
+def _world(place: Place, device: torch.device, patience_s: float) -> World:
     """Connected once in the life of a process."""
     if place.level is Level.HOST or place.world_size == 1:
         rank, size = 0, 1
@@ -89,7 +96,7 @@ def _world(place: Place, patience_s: float) -> World:
         meet=meeting_in(_store(place, patience_s), rank, size, patience_s)
         if size > 1
         else _nobody,
-        device=torch.device("cpu"),
+        device=device,
         patience_s=patience_s,
         num_cores=launch.num_cores(),
     )
@@ -112,3 +119,28 @@ def _store(place: Place, patience_s: float) -> KeyValue:
         return launch.connect_store(place.rendezvous)
     host, port = split_address(place.rendezvous)
     return TorchStore(host, port, is_host=place.rank == 0, patience_s=patience_s)
+
+
+def _share_of_cores(place: Place) -> int:
+    return max(1, launch.num_cores() // (place.local_world_size or 1))
+
+
+def _device(strategy: DataParallel, place: Place) -> torch.device:
+    named = strategy.device_names()
+    mine = place.local_rank or 0
+    if named:
+        if mine >= len(named):
+            raise ConfigError(
+                f"{strategy} names {len(named)} devices, but this host has "
+                f"{place.local_world_size} processes. Start as many processes as devices."
+            )
+        return torch.device(named[mine])
+    if torch.cuda.is_available():
+        return torch.device("cuda", mine % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def _precision(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    if precision == "bf16":
+        return functools.partial(torch.autocast, device.type, dtype=torch.bfloat16)
+    return nullcontext
