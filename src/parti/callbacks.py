@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, final
 
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     CyclicLR,
     LRScheduler,
@@ -283,6 +284,21 @@ class NoSchedule:
                 "the saved state holds a schedule and this Trainer has none; construct it with the "
                 "same `scheduler=` as when the state was saved."
             )
+
+
+def as_schedule(
+    scheduler: LRScheduler | Schedule | None, optimizer: Optimizer | None
+) -> Schedule | NoSchedule:
+    """The schedule to follow; it must move the learning rate of this optimizer."""
+    if scheduler is None:
+        return NoSchedule()
+    schedule = scheduler if isinstance(scheduler, Schedule) else Schedule(scheduler)
+    if schedule.scheduler.optimizer is not optimizer:
+        raise ConfigError(
+            f"the {type(schedule.scheduler).__name__} moves another optimizer than the one given "
+            f"to the Trainer; make it from this optimizer."
+        )
+    return schedule
 
 
 def check_monitor(monitor: str, names: Sequence[str], who: str) -> None:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 Mode = Literal["min", "max"]
 """Whether the lowest or the highest value of a column is the best."""
 
-CLOCK_NAMES = frozenset({"time_s", "samples_per_s", "compute_s", "comm_s", "wait_data_s"})
+CLOCK_NAMES = frozenset(
+    {"time_s", "samples_per_s", "compute_s", "comm_s", "wait_data_s", "validation_s"}
+)
 """Columns read off this rank's clock. All others are equal on every rank."""
 
 

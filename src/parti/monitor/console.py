@@ -92,7 +92,7 @@ class _Pace:
 
     def __init__(self, facts: RunFacts) -> None:
         self.facts = facts
-        self.epoch = 1
+        self.epoch = facts.first_epoch
         self.steps = 0
         self.loss = math.nan
         self._samples = 0

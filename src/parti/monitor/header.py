@@ -30,6 +30,7 @@ class RunFacts:
     batch_size: int
     micro_batches: int
     epochs: int
+    first_epoch: int = 1
     num_samples: int | None
     steps_per_epoch: int | None
     notes: tuple[str, ...] = ()
