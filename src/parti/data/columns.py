@@ -84,29 +84,23 @@ class Columns:
         self.length = len(columns[0]) if rows is None else len(rows)
 
     def fetch(self, wanted: Wanted) -> Sequence[Any]:
-        if not wanted.sizes:
+        indices = wanted.indices
+        if not indices.size:
             return ()
-        if wanted.is_in_order and self._rows is None:
-            return [
-                self.run(start, size)
-                for start, size in zip(wanted.positions, wanted.sizes, strict=True)
-            ]
-        rows = wanted.indices if self._rows is None else self._rows[wanted.indices]
-        index = torch.from_numpy(rows)
-        taken = [column.take(index) for column in self._columns]
-        if len(wanted.sizes) == 1:
-            return [self._rebuild(iter(taken))]
-        pieces = []
-        start = 0
-        for size in wanted.sizes:
-            stop = start + size
-            pieces.append(self._rebuild(iter([values[start:stop] for values in taken])))
-            start = stop
-        return pieces
+        if self._rows is None and wanted.is_in_order and wanted.is_one_run:
+            first = int(indices[0])
+            whole = [column.run(first, first + indices.size) for column in self._columns]
+        else:
+            rows = torch.from_numpy(indices if self._rows is None else self._rows[indices])
+            whole = [column.take(rows) for column in self._columns]
+        # "Unsafe" splits are no views in autograd's eyes: where a model works on its input in
+        # place, that must not tie the micro-batches' graphs together, let alone the data set.
+        pieces = zip(*[torch.unsafe_split_with_sizes(w, wanted.sizes) for w in whole], strict=True)
+        return [self._rebuild(iter(piece)) for piece in pieces]
 
     def run(self, start: int, size: int) -> Any:
         """Consecutive rows, without a copy where the column allows."""
-        return self._rebuild(column.run(start, start + size) for column in self._columns)
+        return self._rebuild(column.run(start, start + size).detach() for column in self._columns)
 
     def sample(self, index: int) -> Any:
         """One sample, for a collate function that wants samples."""
@@ -143,6 +137,8 @@ def _flatten(value: Any, name: str, found: list[tuple[str, Column]]) -> Rebuild:
     if isinstance(value, Mapping):
         keys = list(value)
         inner = [_flatten(value[key], f"{name}[{key!r}]", found) for key in keys]
+        if not name and all(_is_leaf(item) for item in value.values()):
+            return lambda leaves: dict(zip(keys, leaves, strict=True))
         return lambda leaves: {k: make(leaves) for k, make in zip(keys, inner, strict=True)}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kind = type(value)
@@ -158,7 +154,7 @@ def _flatten(value: Any, name: str, found: list[tuple[str, Column]]) -> Rebuild:
             return lambda leaves: named(*[make(leaves) for make in inner])
         if isinstance(value, list):
             return lambda leaves: [make(leaves) for make in inner]
-        if not name and all(_is_leaf(item) for item in value):  # all columns are its own
+        if not name and all(_is_leaf(item) for item in value):  # flat, as most are
             return tuple
         return lambda leaves: tuple([make(leaves) for make in inner])
     found.append((name, _column(value, name)))

@@ -36,6 +36,8 @@ class Share:
     """Where each begins in the global batch."""
     offsets: Indices
     """Where each of the rank's samples lies in the global batch."""
+    is_one_run: bool
+    """The rank's micro-batches are neighbours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +45,32 @@ class Wanted:
     """A request to a source: samples of one step, to be put together into micro-batches."""
 
     epoch: int
+    position: int
+    """Where the global batch begins in the order of the epoch."""
+    starts: tuple[int, ...]
+    """Where each micro-batch begins in the global batch."""
     sizes: tuple[int, ...]
-    positions: tuple[int, ...]
-    """Where each micro-batch begins in the order of the epoch."""
     indices: Indices
     """The samples of all micro-batches, one after the other."""
+    is_one_run: bool
+    """The micro-batches are neighbours in the global batch."""
     is_in_order: bool
-    """Index and position are the same, so each micro-batch is a run of consecutive samples."""
+    """Index and position in the epoch are the same."""
+
+    def each(self) -> Iterator[Wanted]:
+        """The same, one micro-batch at a time."""
+        first = 0
+        for start, size in zip(self.starts, self.sizes, strict=True):
+            yield Wanted(
+                epoch=self.epoch,
+                position=self.position,
+                starts=(start,),
+                sizes=(size,),
+                indices=self.indices[first : first + size],
+                is_one_run=True,
+                is_in_order=self.is_in_order,
+            )
+            first += size
 
 
 class Shares:
@@ -112,12 +133,13 @@ class Dealer:
         return self._shares.of(min(self._batch_size, self._num_samples - step * self._batch_size))
 
     def wanted(self, epoch: int, step: int, share: Share) -> Wanted:
-        first = step * self._batch_size
         return Wanted(
             epoch=epoch,
+            position=step * self._batch_size,
+            starts=share.starts,
             sizes=share.sizes,
-            positions=tuple(first + start for start in share.starts),
             indices=self._indices(epoch, step, share),
+            is_one_run=share.is_one_run,
             is_in_order=not self._shuffle,
         )
 
@@ -162,4 +184,5 @@ def _cut(num_samples: int, active: int, numbers: tuple[int, ...]) -> Share:
         sizes=tuple(sizes[n] for n in numbers),
         starts=tuple(int(ends[n]) for n in numbers),
         offsets=np.concatenate(runs) if runs else np.empty(0, np.int64),
+        is_one_run=not numbers or numbers[-1] - numbers[0] == len(numbers) - 1,
     )

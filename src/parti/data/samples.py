@@ -17,7 +17,7 @@ from parti.data.collate import Collate, collate
 from parti.data.dealing import Wanted
 from parti.data.order import Indices
 from parti.data.randomness import generators_kept, seed_generators
-from parti.data.seeds import Purpose, derive
+from parti.data.seeds import Purpose, derive, extend
 from parti.errors import DataError, PartiError
 
 
@@ -51,21 +51,20 @@ class Samples:
         self.length = length
 
     def fetch(self, wanted: Wanted) -> Sequence[Any]:
-        pieces = []
-        start = 0
         with generators_kept():
-            for position, size in zip(wanted.positions, wanted.sizes, strict=True):
-                indices = wanted.indices[start : start + size]
-                samples = self._read(indices, wanted.epoch)
-                seed_generators(derive(self._seed, Purpose.COLLATE, wanted.epoch, position))
-                pieces.append(collated(self._collate, samples, _listed(indices)))
-                start += size
-        return pieces
+            return [self._piece(each) for each in wanted.each()]
+
+    def _piece(self, wanted: Wanted) -> Any:
+        samples = self._read(wanted.indices, wanted.epoch)
+        position = wanted.position + wanted.starts[0]
+        seed_generators(derive(self._seed, Purpose.COLLATE, wanted.epoch, position))
+        return collated(self._collate, samples, _listed(wanted.indices))
 
     def _one_by_one(self, indices: Indices, epoch: int) -> Sequence[Any]:
         samples = []
+        of_epoch = derive(self._seed, Purpose.SAMPLE, epoch)
         for index in indices.tolist():
-            seed_generators(derive(self._seed, Purpose.SAMPLE, epoch, index))
+            seed_generators(extend(of_epoch, index))
             try:
                 samples.append(self._data[index])
             except Exception as error:
@@ -95,17 +94,14 @@ class Table:
         self.length = len(data)
 
     def fetch(self, wanted: Wanted) -> Sequence[Any]:
-        pieces = []
-        start = 0
         with generators_kept():
-            for size in wanted.sizes:
-                indices = wanted.indices[start : start + size]
-                seed = derive(self._seed, Purpose.SAMPLE, wanted.epoch, int(indices[0]))
-                seed_generators(seed)  # a transform may draw numbers
-                columns = read_many(self._data.__getitem__, indices, wanted.epoch)
-                pieces.append({name: _column(values, name) for name, values in columns.items()})
-                start += size
-        return pieces
+            return [self._piece(each.indices, wanted.epoch) for each in wanted.each()]
+
+    def _piece(self, indices: Indices, epoch: int) -> dict[str, Any]:
+        # a transform may draw numbers
+        seed_generators(derive(self._seed, Purpose.SAMPLE, epoch, int(indices[0])))
+        columns = read_many(self._data.__getitem__, indices, epoch)
+        return {name: _column(values, name) for name, values in columns.items()}
 
 
 def reads_in_bulk(data: Any) -> bool:

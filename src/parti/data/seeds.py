@@ -45,5 +45,10 @@ def derive(seed: int, *words: int) -> int:
     """
     state = mix(seed & MASK_64)
     for word in words:
-        state = mix(state ^ (word & MASK_64))
+        state = extend(state, word)
     return state
+
+
+def extend(derived: int, word: int) -> int:
+    """`derive` with one word more than what gave `derived`."""
+    return mix(derived ^ (word & MASK_64))

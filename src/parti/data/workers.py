@@ -111,17 +111,7 @@ class ReadAhead:
             if not share.numbers and share.num_micro_batches == self._dealer.num_micro_batches:
                 return  # a spare rank; it may be given work later, and then starts from there
             self._asked.append((position, share.numbers))
-            wanted = self._dealer.wanted(epoch, step, share)
-            first = 0
-            for place, size in zip(wanted.positions, wanted.sizes, strict=True):
-                yield Wanted(
-                    epoch=epoch,
-                    sizes=(size,),
-                    positions=(place,),
-                    indices=wanted.indices[first : first + size].copy(),
-                    is_in_order=wanted.is_in_order,
-                )
-                first += size
+            yield from self._dealer.wanted(epoch, step, share).each()
 
 
 def stream_ahead(
