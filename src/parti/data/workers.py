@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data._utils import worker as torch_worker
 
 from parti.data.dealing import Dealer, Share, Shares, Wanted
 from parti.data.order import Position
@@ -155,6 +156,9 @@ class _StreamReading(IterableDataset[Any]):
         self._start = start
 
     def __iter__(self) -> Iterator[Any]:
+        # A data set that finds itself in a worker gives a part of its samples, or all in another
+        # order. This one has to see all, in the order it would give them outside.
+        torch_worker._worker_info = None
         try:
             yield from self._stream.steps(self._shares, self._start)
         except Exception as error:
