@@ -16,23 +16,11 @@ gains.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from contenders import all_contenders, pick, variant
-from harness import (
-    ALLOCATOR,
-    PEERS,
-    Contender,
-    Results,
-    Setting,
-    compare,
-    markdown,
-    save,
-    say,
-    times,
-    wait_until_idle,
-)
+from harness import ALLOCATOR, Contender, add_options, compare, effort_of, say
 from models import WORKLOADS, Workload
+from results import Results, Setting, markdown, save, times
 
 DEFAULT_CONTENDERS = (
     "twin", "parti", "raw_ddp", "default_ddp", "accelerate", "fabric",
@@ -51,18 +39,15 @@ HEADINGS = {
     "same": "Same tuning for all: the cost of distribution",
     "users": "As users run it: what a user gains",
 }
-WINDOW_S = 0.7
 
 
 def setting_for(workload: Workload, tuning: str, processes: int) -> Setting:
-    """Windows of about `WINDOW_S`, sized by what a step takes on one core."""
+    """What all contenders of one comparison get."""
     return Setting(
         model=workload.name,
         batch_size=workload.batch_size,
         processes=processes,
         tuning=tuning,
-        steps=max(3, round(WINDOW_S / workload.step_s)),
-        settle=max(1, round(0.1 / workload.step_s)),
         environment=ALLOCATOR if tuning == "same" else {},
     )
 
@@ -101,27 +86,20 @@ def table(results: list[Results], tuning: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--turns", type=int, default=3, help="windows a round and contender")
+    add_options(parser)
     parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--contenders", nargs="+", default=list(DEFAULT_CONTENDERS))
     parser.add_argument("--tunings", nargs="+", choices=list(HEADINGS), default=list(HEADINGS))
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--no-wait", action="store_true", help="do not wait for an idle machine")
-    parser.add_argument("--peers", type=Path, default=PEERS)
-    parser.add_argument("--output", type=Path, default=None)
     given = parser.parse_args()
     contenders = pick(all_contenders(given.peers, given.processes), given.contenders)
-    wait = (lambda: 0.0) if given.no_wait else wait_until_idle
+    effort = effort_of(given)
     everything: dict[str, list[Results]] = {tuning: [] for tuning in given.tunings}
     for model in given.models:
         for tuning in given.tunings:
             say(f"{WORKLOADS[model].title}: {HEADINGS[tuning]}")
             setting = setting_for(WORKLOADS[model], tuning, given.processes)
             chosen = same_pieces(contenders, given.processes) if tuning == "same" else contenders
-            everything[tuning].append(
-                compare(chosen, setting, rounds=given.rounds, turns=given.turns, wait=wait)
-            )
+            everything[tuning].append(compare(chosen, setting, effort))
     for tuning, results in everything.items():
         print(f"\n### {HEADINGS[tuning]}\n\n{table(results, tuning)}")
         for failed in {f"{n}: {why}" for r in results for n, why in r.failures.items()}:

@@ -1,41 +1,40 @@
-"""Starts contenders, gives them turns one after another, and turns their reports into numbers.
+"""Starts contenders, gives them turns one after another, and collects their reports.
 
-Owns rounds, idle machines, medians, and files of results; must not know what a contender
-computes. A round starts every contender afresh and warms it up; while one has its turn the others
-wait without using the processor. So windows that are compared lie seconds apart, and what differs
-from start to start (where memory landed) is averaged over rounds. Ratios are taken within a round
-and their median over rounds is what is reported.
+Owns processes, rounds and idle machines; must not know what a contender computes. A round starts
+every contender afresh and warms it up; while one has its turn the others wait without using the
+processor. So windows that are compared lie seconds apart, and what differs from start to start
+(where memory landed) is averaged over rounds. Ratios are taken within a round and their median
+over rounds is what is reported.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import select
 import shutil
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from results import HERE, ROOT, Record, Results, Setting, number
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
+sys.path.insert(0, str(ROOT / "src"))
+
+from parti.launch.environment import ALLOCATOR_SETTINGS
+
 PEERS = Path.home() / ".cache" / "parti-peers"
 
-ALLOCATOR = {
-    "MALLOC_MMAP_THRESHOLD_": "1073741824",
-    "MALLOC_TRIM_THRESHOLD_": "4294967296",
-    "MALLOC_TOP_PAD_": "268435456",
-}
+ALLOCATOR = dict(ALLOCATOR_SETTINGS)
 """glibc keeps large blocks instead of giving them back at every step, as under Parti's launcher."""
 
 FOREIGN = (
@@ -48,8 +47,6 @@ START_DEADLINE_S = 180.0
 TURN_DEADLINE_S = 120.0
 DISTURBED = 0.05
 """A turn during which others used more than this share of the machine is taken again."""
-
-Record = dict[str, object]
 
 
 class ContenderError(Exception):
@@ -84,21 +81,6 @@ class Contender:
         look = f"import importlib.util as u, sys; sys.exit(u.find_spec({self.requires!r}) is None)"
         found = subprocess.run([self.python, "-c", look], check=False, cwd=ROOT, env=clean({}))
         return None if found.returncode == 0 else f"not installed: no module {self.requires}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What all contenders of one comparison are given alike."""
-
-    model: str
-    batch_size: int
-    processes: int = 2
-    threads: int = 1
-    tuning: str = "users"
-    warmup: int = 3
-    steps: int = 10
-    settle: int = 1
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def clean(extra: Mapping[str, str]) -> dict[str, str]:
@@ -181,7 +163,7 @@ class Running:
 
     def turn(self) -> Record:
         """Let it run one window and return its report."""
-        line = f"{self.setting.steps} {self.setting.settle}\n".encode()
+        line = f"{self.setting.window_s} {self.setting.settle_s}\n".encode()
         for name, fifo in self.fifos.items():
             if name != "reports":
                 os.write(fifo, line)
@@ -238,86 +220,33 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-@dataclass(slots=True, kw_only=True)
-class Results:
-    """Everything that was measured in one comparison: one list of turns a round and contender."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much is measured, and how carefully."""
 
-    setting: Setting
-    titles: dict[str, str]
-    rounds: list[dict[str, list[Record]]] = field(default_factory=list)
-    loads: list[float] = field(default_factory=list)
-    failures: dict[str, str] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-
-    def per_round(self, name: str) -> list[float | None]:
-        """The contender's samples/s in each round, the median of its turns."""
-        return [
-            statistics.median(_number(turn, "samples_per_s") for turn in turns[name])
-            if turns.get(name)
-            else None
-            for turns in self.rounds
-        ]
-
-    def samples_per_s(self, name: str) -> float | None:
-        """Median over rounds."""
-        return _median(self.per_round(name))
-
-    def step_s(self, name: str) -> float | None:
-        """Median seconds a step."""
-        return _median(
-            _number(turn, "step_s") for turns in self.rounds for turn in turns.get(name, ())
-        )
-
-    def ratio(self, name: str, to: str) -> float | None:
-        """How many times as fast as another, the median of the rounds' ratios."""
-        return _median(self.ratios(name, to))
-
-    def ratios(self, name: str, to: str) -> list[float]:
-        """The same, one for each round in which both ran."""
-        pairs = zip(self.per_round(name), self.per_round(to), strict=True)
-        return [a / b for a, b in pairs if a is not None and b is not None]
-
-    def as_data(self) -> Record:
-        """For the JSON file: every single window, and what was made of them."""
-        setting = self.setting
-        return {
-            "model": setting.model, "tuning": setting.tuning, "batch_size": setting.batch_size,
-            "processes": setting.processes, "threads": setting.threads,
-            "environment": dict(setting.environment), "load_before_rounds": self.loads,
-            "failures": self.failures, "versions": self.versions,
-            "contenders": {
-                name: {
-                    "title": title,
-                    "samples_per_s": self.samples_per_s(name),
-                    "samples_per_s_of_rounds": self.per_round(name),
-                    "step_s": self.step_s(name),
-                    "turns": [turns.get(name, []) for turns in self.rounds],
-                }
-                for name, title in self.titles.items()
-            },
-        }  # fmt: skip
+    rounds: int
+    turns: int
+    wait: Callable[[], float]
 
 
-def _number(record: Record, key: str) -> float:
-    value = record[key]
-    assert isinstance(value, int | float)
-    return float(value)
+def add_options(parser: argparse.ArgumentParser, *, turns: int = 3) -> None:
+    """What every benchmark that compares contenders can be told."""
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=turns, help="windows a round and contender")
+    parser.add_argument("--no-wait", action="store_true", help="do not wait for an idle machine")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--peers", type=Path, default=PEERS, help="where peers/setup.sh put them")
+    parser.add_argument("--output", type=Path, default=None, help="the JSON file")
 
 
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+def effort_of(given: argparse.Namespace) -> Effort:
+    """The same from the command line."""
+    wait = (lambda: 0.0) if given.no_wait else wait_until_idle
+    return Effort(rounds=given.rounds, turns=given.turns, wait=wait)
 
 
-def compare(
-    contenders: Sequence[Contender],
-    setting: Setting,
-    *,
-    rounds: int = 5,
-    turns: int = 3,
-    wait: Callable[[], float] = wait_until_idle,
-) -> Results:
-    """Run `rounds` rounds of all contenders; a contender that can't run is reported, not fatal."""
+def compare(contenders: Sequence[Contender], setting: Setting, effort: Effort) -> Results:
+    """Run rounds of all contenders; one that can't run is reported and does not stop the others."""
     results = Results(setting=setting, titles={c.name: c.title for c in contenders})
     able = []
     for contender in contenders:
@@ -328,11 +257,11 @@ def compare(
             able.append(contender)
         else:
             results.failures[contender.name] = reason
-    for number in range(rounds):
+    for done in range(effort.rounds):
         # The order turns from round to round, so that nobody always follows the same other.
-        ordered = able[number % len(able) :] + able[: number % len(able)] if able else []
-        results.rounds.append(_one_round(ordered, setting, results, turns, wait))
-        say(f"  round {number + 1}/{rounds} of {setting.model}, {setting.tuning}")
+        ordered = able[done % len(able) :] + able[: done % len(able)] if able else []
+        results.rounds.append(_one_round(ordered, setting, results, effort))
+        say(f"  round {done + 1}/{effort.rounds} of {setting.model}, {setting.tuning}")
     return results
 
 
@@ -340,8 +269,7 @@ def _one_round(
     contenders: Sequence[Contender],
     setting: Setting,
     results: Results,
-    turns: int,
-    wait: Callable[[], float],
+    effort: Effort,
 ) -> dict[str, list[Record]]:
     running: dict[str, Running] = {}
     reports: dict[str, list[Record]] = {}
@@ -351,8 +279,8 @@ def _one_round(
             # One after the other: two libraries starting at once could time each other out.
             _try(started, results, running, started.wait_ready)
             results.versions |= started.versions
-        results.loads.append(wait())
-        for _ in range(turns):
+        results.loads.append(effort.wait())
+        for _ in range(effort.turns):
             for name, ready in list(running.items()):
                 _try(
                     ready, results, running,
@@ -369,9 +297,9 @@ def _undisturbed(running: Running, attempts: int = 3) -> Record:
     reports = []
     for _ in range(attempts):
         reports.append(running.turn())
-        if _number(reports[-1], "foreign_share") < DISTURBED:
+        if number(reports[-1], "foreign_share") < DISTURBED:
             return reports[-1]
-    return min(reports, key=lambda report: _number(report, "foreign_share"))
+    return min(reports, key=lambda report: number(report, "foreign_share"))
 
 
 def _try(
@@ -385,79 +313,3 @@ def _try(
         results.failures[name] = str(failure)
         say(f"  {name} failed: {failure}")
         all_running.pop(name).close()
-
-
-def machine() -> Record:
-    """What the numbers depend on: processor, cores, versions, commit, date, command."""
-    cpu = [
-        line.split(":", 1)[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else ""
-    return {
-        "cpu": cpu[0] if cpu else "unknown",
-        "cores": os.cpu_count(),
-        "memory_bytes": psutil.virtual_memory().total,
-        "libc": libc,
-        "python": sys.version.split()[0],
-        "torch": _version_of("torch"),
-        "commit": _git("rev-parse", "--short=12", "HEAD"),
-        "changed_since_commit": bool(_git("status", "--porcelain", "--", "src", "benchmarks")),
-        "date": time.strftime("%Y-%m-%d %H:%M %Z"),
-        "command": " ".join(["python", _short(sys.argv[0]), *sys.argv[1:]]),
-    }
-
-
-def _version_of(package: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _short(path: str) -> str:
-    absolute = Path(path).resolve()
-    return str(absolute.relative_to(ROOT)) if absolute.is_relative_to(ROOT) else absolute.name
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(
-        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip()
-
-
-def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table for a page or a terminal: padded, the first column to the left."""
-    cells = [list(columns), *(list(row) for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
-
-    def line(row: Sequence[str]) -> str:
-        padded = [
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        return "| " + " | ".join(padded) + " |"
-
-    rule = ["-" * width if i == 0 else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
-    return "\n".join([line(cells[0]), line(rule), *(line(row) for row in cells[1:])])
-
-
-def times(value: float | None, goal: float | None = None) -> str:
-    """A ratio for a table, with its goal and whether it is reached."""
-    if value is None:
-        return "–"
-    if goal is None:
-        return f"{value:.3f} ×"
-    return f"{value:.3f} × (goal {goal:g}: {'met' if value >= goal else 'not met'})"
-
-
-def save(name: str, data: Mapping[str, object], output: Path | None) -> Path:
-    """Write the results beside the scripts, or where the user said."""
-    path = output or HERE / "results" / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": machine(), **data}, indent=1) + "\n")
-    return path

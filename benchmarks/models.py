@@ -152,8 +152,6 @@ class Workload:
     """Called with the model and torch's `fused` argument."""
     make_samples: Callable[[int, torch.Generator], Batch]
     convolutional: bool
-    step_s: float
-    """Roughly, on one core: the harness sizes its windows by it."""
 
     def model(self, *, tuned: bool) -> nn.Module:
         """The model with the same initial weights on every process."""
@@ -222,22 +220,22 @@ WORKLOADS: dict[str, Workload] = {
     workload.name: workload
     for workload in (
         Workload(
-            name="mnist_cnn", title="MNIST CNN", batch_size=64, step_s=0.008,
+            name="mnist_cnn", title="MNIST CNN", batch_size=64,
             make_model=lambda tuned: MnistCNN(tuned=True) if tuned else PlainCNN(),
             make_optimizer=_adam, make_samples=_images((1, 28, 28)), convolutional=True,
         ),
         Workload(
-            name="gpt", title="GPT, 4.8 M", batch_size=8, step_s=0.2,
+            name="gpt", title="GPT, 4.8 M", batch_size=8,
             make_model=lambda tuned: CharGPT(),
             make_optimizer=_adamw, make_samples=_text, convolutional=False,
         ),
         Workload(
-            name="mlp", title="MLP, 21 M", batch_size=64, step_s=0.1,
+            name="mlp", title="MLP, 21 M", batch_size=64,
             make_model=lambda tuned: MLP(),
             make_optimizer=_adamw, make_samples=_vectors, convolutional=False,
         ),
         Workload(
-            name="resnet18", title="ResNet-18, 32×32", batch_size=16, step_s=0.25,
+            name="resnet18", title="ResNet-18, 32×32", batch_size=16,
             make_model=lambda tuned: ResNet18(),
             make_optimizer=_sgd, make_samples=_images((3, 32, 32)), convolutional=True,
         ),

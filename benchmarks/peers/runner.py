@@ -4,10 +4,10 @@ Owns how a step is timed; must not know torch, TensorFlow or Parti, so that each
 the same few lines.
 
 A contender is started once a round and then waits, blocked on a FIFO and using no processor time,
-until the harness gives it a turn: `steps settle`. It runs `settle` steps to warm its caches, meets
-its other processes, runs `steps` steps, meets them again, and reports. The meeting point is a page
-of shared memory of our own, so that no contender pays for its library's barrier and the twin, which
-does not communicate, is held to the same start and end.
+until the harness gives it a turn: `window_s settle_s`. It runs for `settle_s` to warm its caches,
+meets its other processes, runs as many steps as fit in `window_s`, meets them again, and reports.
+The meeting point is a page of shared memory of our own, so that no contender pays for its library's
+barrier and the twin, which does not communicate, is held to the same start and end.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def busy_s() -> float:
 
 def serve(
     arguments: Arguments,
-    run_steps: Callable[[int], None],
+    run_steps: Callable[[int], object],
     *,
     rank: int,
     meet: int | None = None,
@@ -131,27 +131,40 @@ def serve(
     num_processes = arguments.processes if meet is None else meet
     meeting = Meeting(arguments.directory / "meeting", rank, num_processes)
     run_steps(arguments.warmup)
+    step_s = rough_step_s(meeting, run_steps)
     # Opening for reading blocks until the harness writes; reading blocks until our turn.
     with (arguments.directory / f"turns-{rank}").open() as turns:
         report(arguments, rank, {"ready": True, "versions": versions or {}})
         for line in turns:
-            steps, settle = (int(word) for word in line.split())
-            timed = timed_turn(meeting, run_steps, steps, settle)
-            report(arguments, rank, describe(arguments, timed, steps))
+            window_s, settle_s = (float(word) for word in line.split())
+            run_steps(max(1, round(settle_s / step_s)))
+            turn = timed(meeting, run_steps, max(3, round(window_s / step_s)))
+            step_s = turn.elapsed_s / turn.steps
+            report(arguments, rank, describe(arguments, turn))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One timed window, over all ranks."""
+    """One timed window, over all ranks; the same value on each."""
 
+    steps: int
     elapsed_s: float
     own_s: float
     busy_s: float
 
 
-def timed_turn(meeting: Meeting, run_steps: Callable[[int], None], steps: int, settle: int) -> Turn:
+def rough_step_s(meeting: Meeting, run_steps: Callable[[int], object]) -> float:
+    """What a step takes, from ever longer runs; every rank arrives at the same number."""
+    steps = 1
+    while True:
+        turn = timed(meeting, run_steps, steps)
+        if turn.elapsed_s > 0.03:
+            return turn.elapsed_s / steps
+        steps *= 4
+
+
+def timed(meeting: Meeting, run_steps: Callable[[int], object], steps: int) -> Turn:
     """Time `steps` steps between two meetings; the slowest rank's clock counts."""
-    run_steps(settle)
     meeting.wait()
     busy, own, start = busy_s(), time.process_time(), time.perf_counter()
     run_steps(steps)
@@ -163,13 +176,14 @@ def timed_turn(meeting: Meeting, run_steps: Callable[[int], None], steps: int, s
     # Nobody may overwrite the slots before all have read them.
     meeting.wait()
     return Turn(
+        steps=steps,
         elapsed_s=max(e for e, _, _ in heard),
         own_s=sum(o for _, o, _ in heard),
         busy_s=max(b for _, _, b in heard),
     )
 
 
-def describe(arguments: Arguments, turn: Turn, steps: int) -> dict[str, object]:
+def describe(arguments: Arguments, turn: Turn) -> dict[str, object]:
     """One line of the report."""
     cores = os.cpu_count() or 1
     return {
@@ -177,9 +191,9 @@ def describe(arguments: Arguments, turn: Turn, steps: int) -> dict[str, object]:
         "model": arguments.model,
         "processes": arguments.processes,
         "threads": arguments.threads,
-        "steps": steps,
-        "step_s": turn.elapsed_s / steps,
-        "samples_per_s": arguments.global_batch * steps / turn.elapsed_s,
+        "steps": turn.steps,
+        "step_s": turn.elapsed_s / turn.steps,
+        "samples_per_s": arguments.global_batch * turn.steps / turn.elapsed_s,
         # What others used of the machine meanwhile: a disturbed turn shows itself.
         "foreign_share": max(0.0, turn.busy_s - turn.own_s) / (turn.elapsed_s * cores),
         "resident_bytes": psutil.Process().memory_info().rss,
