@@ -39,14 +39,15 @@ class ProcessGroup:
         self._size = sum(len(group) for group in groups)
         self._timeout = timedelta(seconds=patience_s)
         self.kind = "NCCL" if device.type == "cuda" else "gloo"
+        self.hosts = tuple(tuple(group) for group in groups)
         self.host = next(h for h, group in enumerate(groups) if rank in group)
-        self.num_hosts = len(groups)
         store, self._address = self._open_store(meet)
         self._everybody = self._gloo(dist.PrefixStore("everybody", store), rank, self._size)
-        self.lanes: list[tuple[int, ...]] = [
-            tuple(group[lane % len(group)] for group in groups)
-            for lane in range(max(len(group) for group in groups))
-        ]
+        num_lanes = max(len(group) for group in groups)
+        self.lanes = tuple(
+            tuple(group[lane * len(group) // num_lanes] for group in groups)
+            for lane in range(num_lanes)
+        )
         self._lanes: dict[int, Any] = {}
         for lane, members in enumerate(self.lanes):
             if rank in members:

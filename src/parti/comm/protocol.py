@@ -82,6 +82,21 @@ class Across(Protocol):
     @property
     def kind(self) -> str: ...
 
+    @property
+    def hosts(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each host."""
+        ...
+
+    @property
+    def host(self) -> int:
+        """My host's place in `hosts`."""
+        ...
+
+    @property
+    def lanes(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks along each lane, one for each host."""
+        ...
+
     def exchange(self, payload: bytes) -> tuple[bytes, ...]:
         """Over all ranks of the world, in rank order."""
         ...

@@ -32,6 +32,7 @@ class World:
     order: tuple[int, ...] = (0,)
     """All ranks, host by host."""
     num_hosts: int = 1
+    patience_s: float = 60.0
 
     @property
     def kind(self) -> str:
@@ -87,13 +88,13 @@ def connect(
         meet("memory", b"")
     order = list(dict.fromkeys(hosts))
     if len(order) == 1:
-        return World(rank, size, neighbours, None, together)
+        return World(rank, size, neighbours, None, together, 1, patience_s)
     groups = [[r for r in range(size) if hosts[r] == host] for host in order]
     across = ProcessGroup(
         rank=rank, groups=groups, meet=meet, device=device, patience_s=patience_s
     )
     in_order = tuple(other for group in groups for other in group)
-    return World(rank, size, neighbours, across, in_order, len(groups))
+    return World(rank, size, neighbours, across, in_order, len(groups), patience_s)
 
 
 def host_identity(device: torch.device, rank: int) -> str:

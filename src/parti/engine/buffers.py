@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from parti.engine.placement import Deal
 from parti.engine.tree import Node, Share, children, combine
 
 Vector = npt.NDArray[np.float64]
@@ -97,32 +98,31 @@ class Buffers:
             for node, vector in zip(work.nodes, held, strict=True)
         )
 
-    def settle(self, letters: Sequence[bytes], nodes: Sequence[tuple[Node, ...]]) -> None:
+    def settle(self, letters: Sequence[bytes], deal: Deal) -> None:
         """End the step with the mean over all micro-batches."""
         if not any(letters):
             return
         start = self._vector(self._start)
         pieces: list[Node] = []
         vectors: list[Vector] = []
-        for letter, held in zip(letters, nodes, strict=True):
+        for letter, held in zip(letters, deal.nodes, strict=True):
             pieces += held
             if letter:
                 vectors += np.split(np.frombuffer(letter, dtype=np.float64), len(held))
             else:
                 vectors += [_repeat(start, node) for node in held]
-        num_leaves = max(high for _, high in pieces)
         temporaries: dict[int, Vector] = {}
 
         def operand(number: int) -> Vector:
             return vectors[number] if number >= 0 else temporaries[~number]
 
         total = vectors[0]
-        for add in combine(tuple(pieces), (0, num_leaves)):
+        for add in combine(tuple(pieces), (0, deal.num_leaves)):
             total = operand(add.left) + operand(add.right)
             if add.into is not None:
                 temporaries[add.into] = total
         self._put_back()
-        self._write(total / num_leaves)
+        self._write(total / deal.num_micro_batches)
 
     def _live(self) -> list[torch.Tensor]:
         return [tensor for tensor in self._tensors if tensor is not None]

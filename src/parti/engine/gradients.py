@@ -150,6 +150,24 @@ class SharedGradients:
     def merge(self, into: int, source: int) -> None:
         torch._foreach_add_(self._views[into], self._views[source])
 
+    def put_entry(
+        self, slot: int, entry: int, gradient: torch.Tensor | None, onto: bool
+    ) -> None:
+        """`put` for one parameter, while backward still runs for the others."""
+        view = self._views[slot][entry]
+        if gradient is None:
+            gradient = torch.zeros_like(view)
+        elif gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if onto:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+
+    def merge_entry(self, into: int, source: int, entry: int) -> None:
+        """`merge` for one parameter."""
+        self._views[into][entry].add_(self._views[source][entry])
+
     def add_up(self, scale: float) -> None:
         # Block by block, so that a sum is still in cache when it is scaled.
         for adds, result in self._program(self._deal):
@@ -172,7 +190,7 @@ class SharedGradients:
         me = self._neighbours.index
         nodes = [deal.nodes[rank] for rank in self._neighbours.ranks]
         held = [(neighbour, slot) for neighbour, own in enumerate(nodes) for slot in range(len(own))]
-        adds = combine(tuple(node for own in nodes for node in own), (0, deal.num_micro_batches))
+        adds = combine(tuple(node for own in nodes for node in own), (0, deal.num_leaves))
         program = []
         for low, high, dtype in blocks(self._layout, self.owned):
             operands = [self.block(n, slot)[low:high].view(dtype) for n, slot in held]

@@ -53,9 +53,20 @@ class OwnedState:
         self._hooks = (
             optimizer.register_state_dict_pre_hook(self.show),
             optimizer.register_state_dict_post_hook(self.hide),
-            optimizer.register_load_state_dict_post_hook(self.take),
+            optimizer.register_load_state_dict_post_hook(self._expect),
         )
-        self.take(optimizer)
+        # A state that was loaded, or that the optimizer made at once, is cut up when all ranks are
+        # in the next step: nobody reads what is replaced then.
+        self._is_waiting = True
+
+    def _expect(self, optimizer: Optimizer) -> None:
+        self._is_waiting = True
+
+    def prepare(self, optimizer: Optimizer) -> None:
+        """At the start of the optimizer's part of a step: take in what was loaded."""
+        if self._is_waiting:
+            self._take(optimizer)
+            self._is_waiting = False
 
     def release(self, optimizer: Optimizer) -> None:
         """Leave the optimizer with its whole state and without our hooks."""
@@ -75,6 +86,8 @@ class OwnedState:
 
     def show(self, optimizer: Optimizer) -> None:
         """Give the user's parameters their state, put together from every owner's chunks."""
+        if self._is_waiting:
+            return
         for owner, run in enumerate(self._runs):
             for number in run:
                 if not self._cell(owner, number, 0, torch.int64):
@@ -93,10 +106,12 @@ class OwnedState:
 
     def hide(self, optimizer: Optimizer, *_: object) -> None:
         """The state shown is a copy; do not keep it."""
+        if self._is_waiting:
+            return
         for parameter in self._parameters:
             optimizer.state.pop(parameter, None)
 
-    def take(self, optimizer: Optimizer) -> None:
+    def _take(self, optimizer: Optimizer) -> None:
         """Cut the state of the user's parameters, loaded or there from the start, into chunks."""
         self.of_chunks.clear()
         for number, chunk in self._mine.items():
@@ -114,7 +129,8 @@ class OwnedState:
             }
             self.of_chunks[chunk] = self._move_in(number, state)
             self._unsettled.discard(number)
-        self.hide(optimizer)
+        for parameter in self._parameters:
+            optimizer.state.pop(parameter, None)
 
     def _move_in(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
         homes: dict[str, Any] = dict(state)

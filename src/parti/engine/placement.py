@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from parti.engine.tree import Node, Share, cover, share
+from parti.engine.tree import Leaf, Node, Share, cover, share
 
 _SEARCH_LIMIT = 200_000
 
@@ -20,6 +20,8 @@ class Deal:
     """Who computes what in a step. Indexed by rank."""
 
     num_micro_batches: int
+    num_leaves: int
+    """Leaves of the tree in which the ranks' nodes are added."""
     shares: tuple[Share, ...]
     nodes: tuple[tuple[Node, ...], ...]
     """What each rank holds when it has computed its share."""
@@ -28,19 +30,27 @@ class Deal:
 
 
 @lru_cache(maxsize=4096)
-def deal(num_micro_batches: int, order: tuple[int, ...]) -> Deal:
-    """Deal to ranks in the given order, host by host, so that a host's work is one run as well."""
+def deal(num_micro_batches: int, order: tuple[int, ...], exact: bool = True) -> Deal:
+    """Deal to ranks in the given order, host by host, so that a host's work is one run as well.
+
+    Not `exact`: every rank adds all it has into one slot, one after the other, and the tree is over
+    ranks. That takes less memory, and the numbers depend on how many ranks there are.
+    """
     runs = deal_runs(num_micro_batches, len(order))
-    by_rank = dict(zip(order, runs, strict=True))
-    shares = tuple(
-        share(by_rank[rank].start, by_rank[rank].stop, num_micro_batches)
-        for rank in range(len(order))
-    )
+    busy = sum(1 for run in runs if run)
+    shares: list[Share] = [share(0, 0, 1)] * len(order)
+    for seat, (rank, run) in enumerate(zip(order, runs, strict=True)):
+        if exact:
+            shares[rank] = share(run.start, run.stop, num_micro_batches)
+        elif run:
+            ops = tuple(Leaf(number, 0, onto=number > run.start) for number in run)
+            shares[rank] = Share(ops, ((seat, seat + 1),), 1)
     return Deal(
-        num_micro_batches,
-        shares,
-        tuple(each.nodes for each in shares),
-        max(1, *(each.num_slots for each in shares)),
+        num_micro_batches=num_micro_batches,
+        num_leaves=num_micro_batches if exact else busy,
+        shares=tuple(shares),
+        nodes=tuple(each.nodes for each in shares),
+        num_slots=max(1, *(each.num_slots for each in shares)),
     )
 
 

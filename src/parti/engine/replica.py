@@ -26,7 +26,7 @@ from parti.engine import letter as letters
 from parti.engine.buffers import Buffers
 from parti.engine.collect import Reduction, gather, reduce
 from parti.engine.forward import Weighed, call, weigh
-from parti.engine.placement import deal
+from parti.engine.placement import Deal, deal
 from parti.engine.randomness import Randomness
 from parti.engine.report import Part, Parts, StepReport, StepTimes
 from parti.engine.trained import Trained
@@ -50,11 +50,13 @@ class Replica:
         optimizers: Sequence[Optimizer],
         seed: int,
         exact: bool,
+        notes: Sequence[str] = (),
         precision: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self.strategy = strategy
         self.device = device
         self._exact = exact
+        self._notes = tuple(notes)
         self._world = world
         self._models = tuple(models)
         self._optimizers = tuple(optimizers)
@@ -87,6 +89,21 @@ class Replica:
     def is_chief(self) -> bool:
         return self._world.rank == 0
 
+    def facts(self) -> dict[str, Any]:
+        """What the run's header shows."""
+        world = self._world
+        return {
+            "strategy": str(self.strategy),
+            "processes": world.size,
+            "hosts": world.num_hosts,
+            "devices": f"{world.size} x {_device_name(self.device)}",
+            "comm": world.kind,
+            "precision": getattr(self.strategy, "precision", "fp32"),
+            "threads": torch.get_num_threads(),
+            "exact": self._exact,
+            "notes": self._notes,
+        }
+
     def batches(
         self,
         data: Any,
@@ -115,7 +132,7 @@ class Replica:
             drop_last=drop_last,
             workers=workers,
             collate=collate,
-            owned=lambda active: deal(active, self._world.order).shares[self.rank].micro_batches,
+            owned=lambda active: self._deal(active).shares[self.rank].micro_batches,
         )
 
     def step(
@@ -134,7 +151,7 @@ class Replica:
         """
         started = time.perf_counter()
         trained = self._chosen(optimizer)
-        dealt = deal(batch.num_micro_batches, self._world.order)
+        dealt = self._deal(batch.num_micro_batches)
         work = dealt.shares[self.rank]
         for part in trained:
             part.gradients.begin(dealt)
@@ -144,7 +161,7 @@ class Replica:
         self._world.neighbours.report(Phase.REDUCE, self.step_number)
         mail = self._meet(results, used, work, batch)
         loss, count = _tally(mail)
-        self._buffers.settle([each.buffers for each in mail], dealt.nodes)
+        self._buffers.settle([each.buffers for each in mail], dealt)
         for part in trained:
             part.gradients.add_up(1.0 / count if count else 0.0)
         norm = self._clip(trained, clip_norm)
@@ -286,12 +303,21 @@ class Replica:
                 self._trained[id(each)] = Trained(each, self._models, self._world)
         return [self._trained[id(each)] for each in chosen]
 
+    def _deal(self, num_micro_batches: int) -> Deal:
+        return deal(num_micro_batches, self._world.order, self._exact)
+
     def _move(self, data: Any) -> Any:
         if self.device.type == "cpu":
             return data
         return tree_map_only(
             torch.Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), data
         )
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return "CPU"
 
 
 def _tally(mail: Sequence[letters.Letter]) -> tuple[float, float]:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from parti.comm.protocol import Neighbours
 from parti.comm.world import World
+from parti.engine.across import AcrossGradients
 from parti.engine.gradients import Gradients, HeldGradients, Made, SharedGradients
 from parti.engine.layout import Layout, difference, lay_out
 from parti.engine.update import ELEMENTWISE, DividedUpdate, Update, WholeUpdate
@@ -36,7 +36,7 @@ class Trained:
         self.parameters = trainable[::-1]
         _compare(self.layout, world)
         _take_first_ranks_values(self.parameters, world)
-        self.gradients = _gradients(self.layout, world.neighbours)
+        self.gradients = _gradients(self.layout, self.parameters, world)
         self.update: Update
         if type(optimizer) in ELEMENTWISE:
             self.update = DividedUpdate(
@@ -70,10 +70,14 @@ class Trained:
             parameter.grad = None
 
 
-def _gradients(layout: Layout, neighbours: Neighbours) -> Gradients:
-    if len(neighbours.ranks) == 1:
+def _gradients(layout: Layout, parameters: Sequence[torch.Tensor], world: World) -> Gradients:
+    if world.across is not None:
+        return AcrossGradients(
+            layout, parameters, world.neighbours, world.across, world.patience_s
+        )
+    if world.size == 1:
         return HeldGradients(layout)
-    return SharedGradients(layout, neighbours)
+    return SharedGradients(layout, world.neighbours)
 
 
 def _compare(layout: Layout, world: World) -> None:

@@ -79,6 +79,7 @@ class DividedUpdate:
         )
 
     def step(self, used: Sequence[bool] | None) -> None:
+        self.state.prepare(self._optimizer)
         entries = [self._layout.chunks[i].entry for i in self._gradients.owned]
         for chunk, entry, total in zip(
             self._chunks, entries, self._gradients.totals(), strict=True
