@@ -192,7 +192,9 @@ class Trainer:
 
         def validate() -> Mapping[str, float]:
             size = validation_batch_size or feed.batch_size
-            held_out = self._in_order(validation, size, workers, collate)
+            # Cut as finely as the training batches, so that all who train evaluate too.
+            slices = min(feed.num_micro_batches, size)
+            held_out = self._in_order(validation, size, workers, collate, slices)
             return self._evaluate(held_out, fit.display.validation)
 
         fit = self._new_fit(feed, epochs, progress, log_every_s)
