@@ -48,7 +48,7 @@ def launch(
     """
     if "PARTI_RANK" in os.environ:
         return fn(*args)
-    wanted = strategy if isinstance(strategy, int) else strategy.num_local_processes()
+    wanted = _num_processes(fn, strategy)
     title = getattr(fn, "__name__", type(fn).__name__)
     job = Job(
         command=("parti.launch", title),
@@ -71,6 +71,17 @@ def launch(
             raise WorkerFailed(problem)
         result: T = pickle.loads((opened.scratch / call.RESULT).read_bytes())
         return result
+
+
+def _num_processes(fn: object, strategy: HasLocalProcesses | int) -> int:
+    if not callable(fn) or not (
+        isinstance(strategy, int) or hasattr(strategy, "num_local_processes")
+    ):
+        raise ConfigError(
+            f"launch() got a {type(fn).__name__} and a {type(strategy).__name__}; expected a "
+            "function, a strategy (or a number of processes), and the function's arguments"
+        )
+    return strategy if isinstance(strategy, int) else strategy.num_local_processes()
 
 
 def _console() -> Console:

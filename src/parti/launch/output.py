@@ -20,7 +20,7 @@ _MAX_BACKLOG_BYTES = 1024 * 1024
 _MAX_HELD_BYTES = 64 * 1024
 
 _ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
-_CUT_OFF = re.compile(rb"(?:\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]{0,1024}\x1b?)?|\r)\Z")
+_CUT_OFF = re.compile(rb"(?:\x1b(?:\[[0-?]{0,64}[ -/]{0,8}|\][^\x07\x1b]{0,1024}\x1b?)?|\r)\Z")
 
 
 class PlainText:
@@ -32,7 +32,10 @@ class PlainText:
 
     def __init__(self) -> None:
         self._carry = b""
-        self._held: bytes | None = None
+        self._state: bytes | None = None
+        """What follows the last carriage return of this line; None where there is none yet."""
+        self._last_state = b""
+        """The last one before it that was not empty."""
         self._is_line_open = False
 
     def feed(self, data: bytes) -> bytes:
@@ -44,7 +47,7 @@ class PlainText:
         pieces = _ESCAPES.sub(b"", data).replace(b"\r\n", b"\n").split(b"\n")
         lines = [self._extend(piece) + self._end_line() + b"\n" for piece in pieces[:-1]]
         rest = self._extend(pieces[-1])
-        if self._held is not None and len(self._held) > _MAX_HELD_BYTES:
+        if self._state is not None and len(self._state) > _MAX_HELD_BYTES:
             rest += self._end_line()
             self._is_line_open = True
         return b"".join(lines) + rest
@@ -57,24 +60,22 @@ class PlainText:
     def _extend(self, piece: bytes) -> bytes:
         """Take in a part of a line; return what of it can pass already."""
         first, *later = piece.split(b"\r")
-        if self._held is not None:
-            self._held = _last_state([self._held + first, *later])
-            return b""
-        self._is_line_open = self._is_line_open or bool(first)
-        if later:
-            self._held = _last_state(later)
-        return first
+        passed = b""
+        if self._state is None:
+            passed = first
+            self._is_line_open = self._is_line_open or bool(first)
+        else:
+            self._state += first
+        for state in later:
+            self._last_state = self._state or self._last_state
+            self._state = state
+        return passed
 
     def _end_line(self) -> bytes:
-        held, self._held = self._held, None
-        was_open, self._is_line_open = self._is_line_open, False
-        if not held:
-            return b""
-        return b"\n" + held if was_open else held
-
-
-def _last_state(states: list[bytes]) -> bytes:
-    return next((state for state in reversed(states) if state), b"")
+        final = self._state or self._last_state
+        start = b"\n" if final and self._is_line_open else b""
+        self._state, self._last_state, self._is_line_open = None, b"", False
+        return start + final
 
 
 class Log:
@@ -229,6 +230,11 @@ class Console:
         at_start = self.err.is_at_line_start and (self.err_tty is None or self.out.is_at_line_start)
         self.err.write(b"" if at_start else b"\n")
         self.err.write(f"parti: {text.rstrip()}\n".encode())
+
+    def end_echo(self) -> None:
+        """The terminal has just shown the ^C that was typed: begin a line after it."""
+        if self.err_tty is not None:
+            self.err.write(b"\n")
 
     def flush(self, timeout_s: float) -> None:
         """Wait for what is written to be shown, up to a limit."""

@@ -121,6 +121,8 @@ def _context() -> Context:
     ipython = sys.modules.get("IPython")
     main = sys.modules["__main__"]
     main_file = getattr(main, "__file__", None)
+    if main_file is not None and main_file.startswith("<"):  # "<stdin>"
+        main_file = None
     spec = getattr(main, "__spec__", None)
     if not sys.executable:
         raise ConfigError(f"Python does not know its own executable: {_REMEDY}")

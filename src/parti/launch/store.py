@@ -134,8 +134,8 @@ class _Connection:
         return self._socket.fileno()
 
     def send(self, request: Request) -> None:
-        self._socket.settimeout(_GRACE_S)
         try:
+            self._socket.settimeout(_GRACE_S)
             self._socket.sendall(frame(request))
         except OSError as error:
             raise self._lost(error) from error

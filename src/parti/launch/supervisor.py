@@ -195,6 +195,8 @@ class Supervisor:
                 os.kill(os.getpid(), signal.SIGSTOP)
                 self._signal_workers(signal.SIGCONT)
             elif self._ended_s is None:
+                if number == signal.SIGINT:
+                    self._console.end_echo()
                 self._end(self._announce(Kind.SIGNAL, number=number))
             else:  # asked again: now
                 self._kill_at_s = self._flush_until_s = time.monotonic()
