@@ -19,6 +19,7 @@ class LiveLine:
         self._stream = stream
         self._encoding = stream.encoding or "ascii"
         self._is_shown = False
+        self.is_mid_line = False
         self._guards: dict[str, _Guard] = {}
 
     def open(self) -> None:
@@ -30,7 +31,7 @@ class LiveLine:
 
     def show(self, text: str) -> None:
         # Half a line printed by somebody else is theirs; wait until they end it.
-        if any(guard.is_mid_line for guard in self._guards.values()):
+        if self.is_mid_line:
             return
         # One write, and the rest of the line is erased last: nothing is ever seen empty.
         self._stream.write(f"\r{fit_encoding(text, self._encoding)}\x1b[K")
@@ -73,13 +74,12 @@ class _Guard:
 
     def __init__(self, stream: TextIO, live_line: LiveLine) -> None:
         self.stream = stream
-        self.is_mid_line = False
         self._live_line = live_line
 
     def write(self, text: str) -> int:
         if text:
             self._live_line.clear()
-            self.is_mid_line = not text.endswith("\n")
+            self._live_line.is_mid_line = not text.endswith("\n")
         return self.stream.write(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
