@@ -62,7 +62,7 @@ class Replica:
         self._optimizers = tuple(optimizers)
         self._trained = {id(o): Trained(o, models, world) for o in optimizers}
         self._buffers = Buffers(models)
-        world.copy_from_first([b.detach() for model in models for b in model.buffers()])
+        world.copy_from_first(_everything(models, optimizers))
         self._randomness = Randomness(seed, device)
         self._precision = precision
         self._seed = seed
@@ -312,6 +312,15 @@ class Replica:
         return tree_map_only(
             torch.Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), data
         )
+
+
+def _everything(
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+) -> list[torch.Tensor]:
+    """All values that training starts from, frozen ones and buffers too."""
+    tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
+    tensors += [p for each in optimizers for group in each.param_groups for p in group["params"]]
+    return [tensor.detach() for tensor in {id(tensor): tensor for tensor in tensors}.values()]
 
 
 def _device_name(device: torch.device) -> str:

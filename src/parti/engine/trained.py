@@ -35,7 +35,6 @@ class Trained:
         self.layout: Layout = lay_out(named)
         self.parameters = trainable[::-1]
         _compare(self.layout, world)
-        _take_first_ranks_values(self.parameters, world)
         self.gradients = _gradients(self.layout, self.parameters, world)
         self.update: Update
         if type(optimizer) in ELEMENTWISE:
@@ -96,8 +95,3 @@ def _compare(layout: Layout, world: World) -> None:
         f"{odd} 'there': {where}. Build the same model on every process: nothing in the model may "
         "depend on the rank, and random choices belong inside `strategy.scope()`."
     )
-
-
-def _take_first_ranks_values(parameters: Sequence[torch.Tensor], world: World) -> None:
-    """Models built outside `scope()` start from different weights: rank 0's are taken."""
-    world.copy_from_first([parameter.detach() for parameter in parameters])
