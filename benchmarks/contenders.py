@@ -41,6 +41,11 @@ def all_contenders(peers: Path = PEERS, processes: int = 2) -> dict[str, Contend
         Contender(
             name="eager", title="one eager process", script="peers/twin.py", single=True
         ),
+        Contender(name="gloo_reduce", title="gloo", script="peers/gloo_reduce.py"),
+        Contender(
+            name="shared_reduce", title="shared memory", script="peers/shared_reduce.py",
+            launcher=("-m", "parti", "run", "-n", str(processes)),
+        ),
         tf("tf_mirrored", "TF MirroredStrategy, a device a core", single=True),
         tf("tf_mirrored_whole", "TF MirroredStrategy, one device", single=True),
         tf("tf_multi_worker", "TF MultiWorkerMirroredStrategy", single=False),

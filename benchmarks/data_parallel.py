@@ -20,7 +20,7 @@ import argparse
 from contenders import all_contenders, pick, variant
 from harness import ALLOCATOR, Contender, add_options, compare, effort_of, say
 from models import WORKLOADS, Workload
-from results import Results, Setting, markdown, save, times
+from results import Results, Setting, markdown, save, show_failures, times
 
 DEFAULT_CONTENDERS = (
     "twin", "parti", "raw_ddp", "default_ddp", "accelerate", "fabric",
@@ -102,8 +102,7 @@ def main() -> None:
             everything[tuning].append(compare(chosen, setting, effort))
     for tuning, results in everything.items():
         print(f"\n### {HEADINGS[tuning]}\n\n{table(results, tuning)}")
-        for failed in {f"{n}: {why}" for r in results for n, why in r.failures.items()}:
-            print(f"\n{failed}")
+        show_failures(results)
     data = {
         "goals": GOALS,
         "comparisons": [r.as_data() for results in everything.values() for r in results],

@@ -167,13 +167,23 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([line(cells[0]), line(rule), *(line(row) for row in cells[1:])])
 
 
-def times(value: float | None, goal: float | None = None) -> str:
+def times(
+    value: float | None, goal: float | None = None, *, digits: int = 3, at_most: bool = False
+) -> str:
     """A ratio for a table, with its goal and whether it is reached."""
     if value is None:
         return "–"
     if goal is None:
-        return f"{value:.3f} ×"
-    return f"{value:.3f} × (goal {goal:g}: {'met' if value >= goal else 'not met'})"
+        return f"{value:.{digits}f} ×"
+    reached = value <= goal if at_most else value >= goal
+    return f"{value:.{digits}f} × (goal {goal:g}: {'met' if reached else 'not met'})"
+
+
+def show_failures(results: Iterable[Results]) -> None:
+    """Say who did not run, and why; the same reason once."""
+    reasons = {f"{name}: {why}" for result in results for name, why in result.failures.items()}
+    for reason in sorted(reasons):
+        print(f"\n{reason}")
 
 
 def save(name: str, data: Mapping[str, object], output: Path | None) -> Path:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from models import NUM_SAMPLES, WORKLOADS, Batch, loss_of
+from models import NUM_SAMPLES, Batch, loss_of, workload
 from runner import Arguments
 
 VERSIONS = {"torch": torch.__version__}
@@ -48,14 +48,14 @@ def parts(
     through torch's DataLoader, as its users do, in place of indexing in bulk.
     """
     torch.set_num_threads(arguments.threads)
-    workload = WORKLOADS[arguments.model]
+    work = workload(arguments.model)
     size = arguments.batch_size if batch_size is None else batch_size
-    model = workload.model(tuned=arguments.tuned)
-    optimizer = workload.make_optimizer(model, True if arguments.tuned else fused)
+    model = work.model(tuned=arguments.tuned)
+    optimizer = work.make_optimizer(model, True if arguments.tuned else fused)
     if arguments.feed == "fixed":
-        fixed = workload.batches(batch_size=size, rank=rank, tuned=arguments.tuned)
+        fixed = work.batches(batch_size=size, rank=rank, tuned=arguments.tuned)
         return Parts(model=model, optimizer=optimizer, batches=itertools.cycle(fixed))
-    samples = workload.samples(NUM_SAMPLES)
+    samples = work.samples(NUM_SAMPLES)
     num_ranks = arguments.global_batch // size
     feed = through_loader if loader else in_bulk
     return Parts(model=model, optimizer=optimizer, batches=feed(samples, size, rank, num_ranks))

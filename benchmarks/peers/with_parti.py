@@ -15,14 +15,14 @@ import parti
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from models import NUM_BATCHES, NUM_SAMPLES, WORKLOADS, loss_of
+from models import NUM_BATCHES, NUM_SAMPLES, loss_of, workload
 
 
 def batches_for(replica: Any, arguments: Arguments) -> Iterator[Any]:
     """Batches without end: eight that were made once, or a data set read from memory."""
     fixed = arguments.feed == "fixed"
-    workload = WORKLOADS[arguments.model]
-    samples = workload.samples(NUM_BATCHES * arguments.global_batch if fixed else NUM_SAMPLES)
+    work = workload(arguments.model)
+    samples = work.samples(NUM_BATCHES * arguments.global_batch if fixed else NUM_SAMPLES)
     feed = replica.batches(
         samples,
         batch_size=arguments.global_batch,
@@ -36,13 +36,13 @@ def batches_for(replica: Any, arguments: Arguments) -> Iterator[Any]:
 
 def main() -> None:
     arguments = parse_arguments()
-    workload = WORKLOADS[arguments.model]
+    work = workload(arguments.model)
     strategy = parti.MirroredStrategy(
         threads=arguments.threads, exact=arguments.exact, precision=arguments.precision
     )
     with strategy.scope():
-        model = workload.model(tuned=arguments.tuned)
-        optimizer = workload.make_optimizer(model, True if arguments.tuned else None)
+        model = work.model(tuned=arguments.tuned)
+        optimizer = work.make_optimizer(model, True if arguments.tuned else None)
     replica = strategy.bind(model, optimizer)
     if replica.world_size != arguments.processes:
         raise SystemExit(f"{replica.world_size} processes; expected {arguments.processes}")
