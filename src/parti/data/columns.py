@@ -21,6 +21,11 @@ from parti.errors import DataError
 Rebuild = Callable[[Iterator[Any]], Any]
 """Puts one value for each column into the structure that the columns came in."""
 
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""Types that torch holds but does not gather, and those of the same bits that it does."""
+
+_MAX_NAMED = 12
+
 
 class Column(Protocol):
     """One value for each sample."""
@@ -35,6 +40,8 @@ class Column(Protocol):
 class TensorColumn:
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values.detach()
+        self._as_gathered = self._values.view(_SIGNED.get(values.dtype, values.dtype))
+        self._has_stand_in = values.dtype in _SIGNED
         self._is_elsewhere = values.device.type != "cpu"
 
     def __len__(self) -> int:
@@ -43,7 +50,8 @@ class TensorColumn:
     def take(self, rows: torch.Tensor) -> torch.Tensor:
         if self._is_elsewhere:
             rows = rows.to(self._values.device)
-        return self._values.index_select(0, rows)
+        taken = self._as_gathered.index_select(0, rows)
+        return taken.view(self._values.dtype) if self._has_stand_in else taken
 
     def run(self, start: int, stop: int) -> torch.Tensor:
         return self._values[start:stop]
@@ -121,7 +129,7 @@ def columns_of(data: Any, what: str = "the data") -> Columns:
     if not columns:
         raise DataError(f"{what} is an empty {type(data).__name__}; expected tensors or arrays.")
     if len({len(column) for _, column in columns}) > 1:
-        lengths = ", ".join(f"{name or 'it'} has {len(column)}" for name, column in columns)
+        lengths = ", ".join(f"{name} has {len(column)}" for name, column in columns[:_MAX_NAMED])
         raise DataError(
             f"the arrays of {what} differ in length: {lengths}. All must hold one row a sample."
         )

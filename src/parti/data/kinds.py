@@ -1,6 +1,6 @@
 """Tells the kinds of data apart. The one place that looks at what a user has passed.
 
-- tensors, arrays, and tuples, lists or dictionaries of them; a TensorDataset: `Columns`
+- tensors, arrays, tuples, lists, dictionaries or data classes of them; TensorDataset: `Columns`
 - a Hugging Face `Dataset`: `Table`
 - anything else with `__getitem__` and `__len__`: `Samples`
 - an IterableDataset, a generator function, any other iterable; ReadyBatches: a stream
@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Set
 from typing import Any
 
@@ -66,15 +67,24 @@ def _columns(data: Any, has_collate: bool) -> Columns | None:
         # a subclass that reads samples its own way, to augment them say, must be asked for them
         reads_plainly = type(data).__getitem__ is TensorDataset.__getitem__
         return columns_of(data.tensors) if reads_plainly and len(data.tensors) else None
-    if isinstance(getattr(data, "tensors", None), tuple) and not hasattr(data, "__getitem__"):
+    if hasattr(data, "__getitem__") or isinstance(data, type):
+        return None
+    if isinstance(getattr(data, "tensors", None), tuple):
         return columns_of(data.tensors)
-    return None
+    return columns_of(data) if dataclasses.is_dataclass(data) else None
 
 
 def _columns_of_list(data: list[Any], has_collate: bool) -> Columns | None:
     """A list is a list of samples, except where it can only be a list of columns."""
     if has_collate or not data or not all(is_array(item) and item.ndim for item in data):
         return None
+    lengths = {len(item) for item in data}
+    if len(lengths) > 1:
+        raise DataError(
+            f"a list of {len(data)} arrays with {min(lengths)} to {max(lengths)} rows is no data "
+            "set: as columns they must be of one length; if each is a sample, pass `collate=` to "
+            "pad them."
+        )
     if len({(tuple(item.shape), str(item.dtype)) for item in data}) > 1:
         return columns_of(data)
     raise DataError(

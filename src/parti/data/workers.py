@@ -87,7 +87,7 @@ class ReadAhead:
         return parts
 
     def close(self) -> None:
-        """End the workers. torch does so when the last reference to its iterator goes."""
+        _end(self._results)
         self._results = iter(())
         self._loader = None
 
@@ -127,15 +127,18 @@ def stream_ahead(
         reading = _StreamReading(stream, shares.frozen(), start)
         with _forking_allowed():
             results = iter(_loader(reading, settings, sampler=None, num_ahead=2))
-        while True:
-            try:
-                step: StreamStep = _received(results)
-            except StopIteration:
-                return
-            if shares.of(step.share.num_samples).numbers != step.share.numbers:
-                start = step.position
-                break
-            yield step
+        try:
+            while True:
+                try:
+                    step: StreamStep = _received(results)
+                except StopIteration:
+                    return
+                if shares.of(step.share.num_samples).numbers != step.share.numbers:
+                    start = step.position
+                    break
+                yield step
+        finally:
+            _end(results)
 
 
 class _Reading(Dataset[Any]):
@@ -222,6 +225,14 @@ def _received(results: Iterator[Any]) -> Any:
         failure.add_note(f"In a data worker:\n{result.trace.rstrip()}")
         raise failure
     return result
+
+
+def _end(results: Iterator[Any]) -> None:
+    """End the workers behind an iterator. torch waits until the last reference to it goes, which
+    may be a long time: the traceback of an error holds one."""
+    end = getattr(results, "_shutdown_workers", None)
+    if end is not None:
+        end()
 
 
 @contextmanager
