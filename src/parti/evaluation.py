@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -71,10 +71,8 @@ class Tally:
         """The values over all ranks; equal on all of them."""
         computed: dict[str, object] = {name: fed.compute() for name, fed in self._fed.items()}
         if self._merged:
-            mine = msgspec.msgpack.encode([metric.state() for metric in self._merged.values()])
-            everyones = [
-                msgspec.msgpack.decode(data, type=list[bytes]) for data in ranks.exchange(mine)
-            ]
+            mine = pickle.dumps([metric.state() for metric in self._merged.values()])
+            everyones: list[list[bytes]] = list(map(pickle.loads, ranks.exchange(mine)))
             for i, name in enumerate(self._merged):
                 total = copy.deepcopy(self._metrics[name])
                 assert is_mergeable(total)
@@ -114,10 +112,10 @@ class LossSum:
 
     def mean_over(self, ranks: Ranks) -> float:
         """The mean over what all ranks have added."""
-        mine = msgspec.msgpack.encode((self._total.to_bytes(), self._count.to_bytes()))
+        mine = pickle.dumps((self._total.to_bytes(), self._count.to_bytes()))
         everywhere = LossSum()
         for data in ranks.exchange(mine):
-            total, count = msgspec.msgpack.decode(data, type=tuple[bytes, bytes])
+            total, count = pickle.loads(data)
             everywhere._total.merge(ExactSum.from_bytes(total))
             everywhere._count.merge(ExactSum.from_bytes(count))
         return everywhere.mean()

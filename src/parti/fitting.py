@@ -59,6 +59,7 @@ class Fit:
         self._validation_s = 0.0
         self._optimizer_s = 0.0
         self._waited_s = 0.0
+        self._has_ended = False
         self._begin_epoch()
         self._started = self._ready
 
@@ -184,6 +185,7 @@ class Fit:
 
     def end(self, stop: Stop | None) -> History:
         """The run is over: say so."""
+        self._has_ended = True
         self.history.stop_reason = None if stop is None else stop.reason
         rows = self.history.rows
 
@@ -210,8 +212,10 @@ class Fit:
         return self.history
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Leave the terminal as it was, and the records whole; after an error too."""
         self.display.close()
+        if not self._has_ended:
+            self._records.end("interrupted")
 
 
 def _pairs(report: StepReport, batch: Batch) -> list[Part]:

@@ -41,6 +41,18 @@ def check_optimizer(optimizer: Optimizer | None, modules: Sequence[nn.Module]) -
         )
 
 
+def check_device(model: nn.Module, device: torch.device) -> None:
+    """Refuse a model whose weights lie elsewhere than where batches will be."""
+    strange = [(name, p) for name, p in model.named_parameters() if p.device != device]
+    if strange:
+        name, parameter = strange[0]
+        raise ConfigError(
+            f"{len(strange)} of the model's parameters are not on {device}, where this rank "
+            f"computes ({name} is on {parameter.device}). Call model.to({str(device)!r}) before "
+            f"making the optimizer."
+        )
+
+
 def check_same_structure(train: object, validation: object) -> None:
     """Refuse, before training, a validation set that could not be evaluated after the epoch."""
     ours, theirs = _sample_kind(train), _sample_kind(validation)

@@ -52,6 +52,7 @@ from parti.saving import (
 )
 from parti.strategy.data_parallel import DataParallel
 from parti.structure import (
+    check_device,
     check_optimizer,
     check_same_structure,
     joined,
@@ -125,6 +126,7 @@ class Trainer:
         self._callbacks = tuple(callbacks)
         self._on_nan: OnNan = on_nan
         self.replica = strategy.bind(*modules, *([] if optimizer is None else [optimizer]))
+        check_device(model, self.replica.device)
         if isinstance(loss, nn.Module):
             loss.to(self.replica.device)
         self._average = average

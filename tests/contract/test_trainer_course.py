@@ -376,6 +376,8 @@ def test_what_a_trainer_is_made_of_is_checked(on_ranks: OnRanks) -> None:
             Trainer(strategy, model, loss=nn.MSELoss()).fit((X, Y), **SETTINGS)
         with pytest.raises(ConfigError, match="clip_norm=0"):
             _trainer(strategy, clip_norm=0)
+        with pytest.raises(ConfigError, match=r"2 of the model's parameters are not on cpu.*meta"):
+            Trainer(strategy, nn.Linear(4, 1, device="meta"), loss=nn.MSELoss())
         trainer = _trainer(strategy)
         for wrong, words in ((X, "one value"), ((X, Y, Y), "3 parts"), ({"x": X}, "the keys x")):
             with pytest.raises(ConfigError, match=f"validation holds {words}.*2 parts"):

@@ -17,8 +17,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
-
 from parti.monitor.header import RunFacts
 
 FILE_NAME = "records.jsonl"
@@ -74,6 +72,8 @@ class RecordFile:
         self._path = path
         self._steps: list[StepValues] = []
         self._due = 0.0
+        import msgspec  # only where records are kept
+
         self._encoder = msgspec.json.Encoder()
 
     def begin(self, facts: RunFacts) -> None:
