@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from parti import cluster as cluster
     from parti import datasets as datasets
+    from parti import testing as testing
+    from parti.callbacks import EarlyStopping as EarlyStopping
+    from parti.callbacks import Schedule as Schedule
+    from parti.callbacks import Stop as Stop
     from parti.cluster import ClusterSpec as ClusterSpec
     from parti.engine.forward import Forward as Forward
     from parti.engine.replica import Replica as Replica
@@ -27,16 +31,33 @@ if TYPE_CHECKING:
     from parti.errors import PlanInfeasible as PlanInfeasible
     from parti.errors import RankMismatch as RankMismatch
     from parti.errors import WorkerFailed as WorkerFailed
+    from parti.history import History as History
     from parti.launch import launch as launch
+    from parti.metrics import Accuracy as Accuracy
+    from parti.metrics import Mean as Mean
+    from parti.metrics import TopK as TopK
     from parti.strategy.data_parallel import MirroredStrategy as MirroredStrategy
     from parti.strategy.data_parallel import (
         MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
     )
     from parti.strategy.data_parallel import OneDeviceStrategy as OneDeviceStrategy
+    from parti.trainer import Trainer as Trainer
+    from parti.weights import EMA as EMA
+    from parti.weights import SWA as SWA
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Accuracy": "parti.metrics",
+    "EMA": "parti.weights",
+    "EarlyStopping": "parti.callbacks",
+    "History": "parti.history",
+    "Mean": "parti.metrics",
+    "SWA": "parti.weights",
+    "Schedule": "parti.callbacks",
+    "Stop": "parti.callbacks",
+    "TopK": "parti.metrics",
+    "Trainer": "parti.trainer",
     "ClusterSpec": "parti.cluster",
     "Forward": "parti.engine.forward",
     "MirroredStrategy": "parti.strategy.data_parallel",
@@ -56,7 +77,7 @@ _HOMES = {
     "RankMismatch": "parti.errors",
     "WorkerFailed": "parti.errors",
 }
-_MODULES = ("cluster", "datasets", "launch")
+_MODULES = ("cluster", "datasets", "launch", "testing")
 
 __all__ = sorted([*_HOMES, *_MODULES])
 

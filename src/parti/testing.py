@@ -34,7 +34,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def ranks(num_processes: int, *, threads: int = 1) -> Callable[[Callable[P, None]], Callable[P, None]]:
+def ranks(
+    num_processes: int, *, threads: int = 1
+) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Run the decorated test on that many processes over the real communication."""
 
     def decorate(body: Callable[P, None]) -> Callable[P, None]:

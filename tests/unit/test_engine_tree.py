@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -50,7 +51,9 @@ def test_the_sum_has_the_same_bits_for_any_number_of_ranks(
     assert compute(dealt, values) == compute(deal(len(values), (0,)), values) == tree_sum(values)
 
 
-@given(values=st.lists(numbers, min_size=1, max_size=24), num_ranks=st.integers(1, 8), data=st.data())
+@given(
+    values=st.lists(numbers, min_size=1, max_size=24), num_ranks=st.integers(1, 8), data=st.data()
+)
 def test_the_order_of_hosts_does_not_change_the_sum(
     values: list[float], num_ranks: int, data: st.DataObject
 ) -> None:
@@ -85,7 +88,7 @@ def test_a_cover_is_exact_and_made_of_tree_nodes(num_leaves: int, data: st.DataO
     nodes = cover(low, high, num_leaves)
     assert nodes[0][0] == low
     assert nodes[-1][1] == high
-    assert all(a[1] == b[0] for a, b in zip(nodes, nodes[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in pairwise(nodes))
     everything = {(0, num_leaves)}
     frontier = [(0, num_leaves)]
     while frontier:
@@ -134,7 +137,7 @@ def test_chunks_cover_every_parameter_once_and_owners_share_them(
         pieces = [chunk for chunk in layout.chunks if chunk.entry == number]
         assert pieces[0].low == entry.offset
         assert pieces[-1].high == entry.offset + entry.num_bytes
-        assert all(a.high == b.low for a, b in zip(pieces, pieces[1:], strict=False))
+        assert all(a.high == b.low for a, b in pairwise(pieces))
     runs = layout.own(num_owners)
     assert len(runs) == num_owners
     assert [i for run in runs for i in run] == list(range(len(layout.chunks)))
@@ -142,7 +145,9 @@ def test_chunks_cover_every_parameter_once_and_owners_share_them(
 
 def test_owners_get_about_equal_shares() -> None:
     layout = lay_out([(f"p{i}", torch.empty(1 << 20, device="meta")) for i in range(10)])
-    sizes = [sum(layout.chunks[i].high - layout.chunks[i].low for i in run) for run in layout.own(4)]
+    sizes = [
+        sum(layout.chunks[i].high - layout.chunks[i].low for i in run) for run in layout.own(4)
+    ]
     assert max(sizes) / min(sizes) < 1.2
 
 

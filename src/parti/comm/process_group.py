@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from parti.comm.rendezvous import Meeting
 from parti.comm.wait import name_ranks
@@ -42,7 +43,7 @@ class ProcessGroup:
         self.hosts = tuple(tuple(group) for group in groups)
         self.host = next(h for h, group in enumerate(groups) if rank in group)
         store, self._address = self._open_store(meet)
-        self._everybody = self._gloo(dist.PrefixStore("everybody", store), rank, self._size)
+        self._everybody = self._gloo(PrefixStore("everybody", store), rank, self._size)
         num_lanes = max(len(group) for group in groups)
         self.lanes = tuple(
             tuple(group[lane * len(group) // num_lanes] for group in groups)
@@ -53,7 +54,7 @@ class ProcessGroup:
             if rank in members:
                 make = self._nccl if device.type == "cuda" else self._gloo
                 self._lanes[lane] = make(
-                    dist.PrefixStore(f"lane{lane}", store), members.index(rank), len(members)
+                    PrefixStore(f"lane{lane}", store), members.index(rank), len(members)
                 )
 
     def exchange(self, payload: bytes) -> tuple[bytes, ...]:
@@ -67,8 +68,7 @@ class ProcessGroup:
             return tuple(head[:length] for head, length in zip(heads, lengths, strict=True))
         tails = self._all_gather(payload[room:], rest)
         return tuple(
-            (head + tail)[:length]
-            for head, tail, length in zip(heads, tails, lengths, strict=True)
+            (head + tail)[:length] for head, tail, length in zip(heads, tails, lengths, strict=True)
         )
 
     def scatter_parts(
@@ -95,7 +95,7 @@ class ProcessGroup:
             mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         whole = torch.empty(size * self._size, dtype=torch.uint8)
         Guarded(self._guard(lambda: self._everybody._allgather_base(whole, mine)), self).wait()
-        return [each.numpy().tobytes() for each in whole.split(size)]
+        return [each.numpy().tobytes() for each in whole.view(-1, size)]
 
     def _guard(self, start: Callable[[], Any]) -> Any:
         """Turn what the backend raises into an error that says who waited for what."""
@@ -117,20 +117,20 @@ class ProcessGroup:
         address = _own_address()
         store = None
         if self._rank == 0:
-            store = dist.TCPStore(
+            store = TCPStore(
                 "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=self._timeout
             )
         port = store.port if store is not None else 0
         word = meet("store", f"{address}:{port}".encode())[0].decode()
         host, _, found = word.rpartition(":")
         if store is None:
-            store = dist.TCPStore(
+            store = TCPStore(
                 host, int(found), is_master=False, wait_for_workers=False, timeout=self._timeout
             )
         return store, address
 
     def _gloo(self, store: Any, rank: int, size: int) -> Any:
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._address)]
         options._timeout = self._timeout
         try:

@@ -102,7 +102,11 @@ class Across(Protocol):
         ...
 
     def scatter_parts(
-        self, lane: int, received: torch.Tensor, sent: torch.Tensor, received_sizes: Sequence[int],
+        self,
+        lane: int,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_sizes: Sequence[int],
         sent_sizes: Sequence[int],
     ) -> Transfer:
         """Each member of the lane sends slice j of `sent` to member j. Sizes count elements."""

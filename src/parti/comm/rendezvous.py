@@ -83,7 +83,7 @@ class TorchStore:
     """The store at the master address that torchrun, MPI and Slurm jobs agree on."""
 
     def __init__(self, host: str, port: int, *, is_host: bool, patience_s: float) -> None:
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         self._store = TCPStore(
             host,

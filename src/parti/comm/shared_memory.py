@@ -141,9 +141,7 @@ class SharedMemory:
                 parts[i].append(frame)
         return tuple(b"".join(part) for part in parts)
 
-    def _exchange_frame(
-        self, total: int, frame: bytes, start: int = 0
-    ) -> list[tuple[int, bytes]]:
+    def _exchange_frame(self, total: int, frame: bytes, start: int = 0) -> list[tuple[int, bytes]]:
         # Two mailboxes take turns: nobody can be two exchanges ahead of a reader.
         base = (self._arrivals & 1) * _MAILBOX_BYTES
         mail = self._mail[self.index]

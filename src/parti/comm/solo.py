@@ -9,12 +9,15 @@ import torch
 from parti.comm.protocol import Phase, Region
 
 
+_CPU = torch.device("cpu")
+
+
 @dataclass(frozen=True, slots=True)
 class Solo:
     """One rank alone with its memory, on any device."""
 
     rank: int = 0
-    device: torch.device = torch.device("cpu")
+    device: torch.device = _CPU
 
     @property
     def kind(self) -> str:

@@ -1,4 +1,4 @@
-"""Waiting with a deadline, and the sentence that is said when the deadline passes. Pure of comms."""
+"""The sentence that is said when a wait passes its deadline. Pure."""
 
 from __future__ import annotations
 

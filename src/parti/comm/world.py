@@ -90,9 +90,7 @@ def connect(
     if len(order) == 1:
         return World(rank, size, neighbours, None, together, 1, patience_s)
     groups = [[r for r in range(size) if hosts[r] == host] for host in order]
-    across = ProcessGroup(
-        rank=rank, groups=groups, meet=meet, device=device, patience_s=patience_s
-    )
+    across = ProcessGroup(rank=rank, groups=groups, meet=meet, device=device, patience_s=patience_s)
     in_order = tuple(other for group in groups for other in group)
     return World(rank, size, neighbours, across, in_order, len(groups), patience_s)
 

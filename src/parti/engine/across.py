@@ -75,7 +75,7 @@ class AcrossGradients:
         self._streamed: list[bool] = []
         self._program = lru_cache(maxsize=64)(self._write_program)
         for i, parameter in enumerate(parameters):
-            parameter.register_post_accumulate_grad_hook(_Hook(self, i))
+            parameter.register_post_accumulate_grad_hook(_Hook(self, i))  # type: ignore[no-untyped-call]
 
     def begin(self, deal: Deal) -> None:
         self._local.begin(deal)

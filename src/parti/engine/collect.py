@@ -32,7 +32,9 @@ class Reduction(StrEnum):
             return cls(word)
         except ValueError:
             known = ", ".join(repr(str(member)) for member in cls)
-            raise ConfigError(f"reduction {word!r} is not known; expected one of {known}.") from None
+            raise ConfigError(
+                f"reduction {word!r} is not known; expected one of {known}."
+            ) from None
 
 
 def reduce(

@@ -150,9 +150,7 @@ class SharedGradients:
     def merge(self, into: int, source: int) -> None:
         torch._foreach_add_(self._views[into], self._views[source])
 
-    def put_entry(
-        self, slot: int, entry: int, gradient: torch.Tensor | None, onto: bool
-    ) -> None:
+    def put_entry(self, slot: int, entry: int, gradient: torch.Tensor | None, onto: bool) -> None:
         """`put` for one parameter, while backward still runs for the others."""
         view = self._views[slot][entry]
         if gradient is None:
@@ -189,7 +187,9 @@ class SharedGradients:
         """The additions of a step, block by block, with every operand already cut to size."""
         me = self._neighbours.index
         nodes = [deal.nodes[rank] for rank in self._neighbours.ranks]
-        held = [(neighbour, slot) for neighbour, own in enumerate(nodes) for slot in range(len(own))]
+        held = [
+            (neighbour, slot) for neighbour, own in enumerate(nodes) for slot in range(len(own))
+        ]
         adds = combine(tuple(node for own in nodes for node in own), (0, deal.num_leaves))
         program = []
         for low, high, dtype in blocks(self._layout, self.owned):
@@ -259,9 +259,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return torch.as_strided(tensor, (tensor.numel(),), (1,))
 
 
-def _as_laid_out(
-    entry: Entry, gradient: torch.Tensor | None, device: torch.device
-) -> torch.Tensor:
+def _as_laid_out(entry: Entry, gradient: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     if gradient is not None and gradient.stride() == entry.stride:
         return gradient
     made = torch.empty_strided(entry.shape, entry.stride, dtype=entry.dtype, device=device)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -69,7 +70,7 @@ class Layout:
                 cuts.append(i)
             done += chunk.high - chunk.low
         cuts += [len(self.chunks)] * (num_owners + 1 - len(cuts))
-        return tuple(range(low, high) for low, high in zip(cuts, cuts[1:], strict=False))
+        return tuple(range(low, high) for low, high in pairwise(cuts))
 
     @property
     def _payload(self) -> int:

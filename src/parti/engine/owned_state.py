@@ -180,7 +180,7 @@ def _state_names(optimizer: Optimizer) -> tuple[tuple[str, ...], tuple[str, ...]
         probe = torch.zeros(2)
         probe.grad = torch.zeros(2)
         settings = {k: v for k, v in group.items() if k in accepted and k != "params"}
-        twin = type(optimizer)([probe], **settings)  # type: ignore[call-arg]
+        twin = type(optimizer)([probe], **settings)
         twin.step()
         for name, value in twin.state[probe].items():
             if isinstance(value, torch.Tensor):

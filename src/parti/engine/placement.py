@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from parti.engine.tree import Leaf, Node, Share, cover, share
 
@@ -69,7 +70,7 @@ def deal_runs(num_micro_batches: int, num_ranks: int) -> tuple[range, ...]:
 
 def _even(num_micro_batches: int, num_ranks: int) -> tuple[range, ...]:
     cuts = [num_micro_batches * rank // num_ranks for rank in range(num_ranks + 1)]
-    return tuple(range(low, high) for low, high in zip(cuts, cuts[1:], strict=False))
+    return tuple(range(low, high) for low, high in pairwise(cuts))
 
 
 def _fewest_nodes(num_micro_batches: int, num_ranks: int, most: int) -> tuple[range, ...]:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from parti.comm.protocol import Phase
 from parti.comm.world import World
 from parti.data.batches import Batch, Feed
+from parti.data.order import Position
 from parti.engine import letter as letters
 from parti.engine.buffers import Buffers
 from parti.engine.collect import Reduction, gather, reduce
@@ -108,19 +109,21 @@ class Replica:
         self,
         data: Any,
         *,
-        batch_size: int,
+        batch_size: int | None = None,
         micro_batches: int | None = None,
         epochs: int = 1,
-        shuffle: bool = True,
-        drop_last: bool = False,
-        workers: int = 0,
+        shuffle: bool | None = None,
+        drop_last: bool | None = None,
+        workers: int | None = None,
         collate: Callable[[Sequence[Any]], Any] | None = None,
+        start: Position | None = None,
     ) -> Feed:
         """The global batches of `data`, in one order for any number of processes.
 
         `batch_size` counts the samples of one step over all processes. `micro_batches` is how many
         slices each batch is cut into, the unit of work that is dealt to processes; like the seed it
-        is part of the training program. By default it follows from the batch size.
+        is part of the training program. By default it follows from the batch size. A DataLoader
+        brings its own settings, and `start` skips to a position without reading what lies before.
         """
         return Feed(
             data,
@@ -132,6 +135,7 @@ class Replica:
             drop_last=drop_last,
             workers=workers,
             collate=collate,
+            start=start,
             owned=lambda active: self._deal(active).shares[self.rank].micro_batches,
         )
 
@@ -254,7 +258,9 @@ class Replica:
             result.total.backward()  # type: ignore[no-untyped-call]
             made = [part.collect() for part in trained]
             here = [gradient is not None for part in made for gradient in part]
-            reached = here if reached is None else [a or b for a, b in zip(reached, here, strict=True)]
+            reached = (
+                here if reached is None else [a or b for a, b in zip(reached, here, strict=True)]
+            )
             for part, gradients in zip(trained, made, strict=True):
                 part.gradients.put(op.slot, gradients, op.onto)
             self._buffers.leave(op.slot, op.onto)
@@ -314,9 +320,7 @@ class Replica:
         )
 
 
-def _everything(
-    models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
-) -> list[torch.Tensor]:
+def _everything(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
     """All values that training starts from, frozen ones and buffers too."""
     tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
     tensors += [p for each in optimizers for group in each.param_groups for p in group["params"]]

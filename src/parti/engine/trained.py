@@ -71,9 +71,7 @@ class Trained:
 
 def _gradients(layout: Layout, parameters: Sequence[torch.Tensor], world: World) -> Gradients:
     if world.across is not None:
-        return AcrossGradients(
-            layout, parameters, world.neighbours, world.across, world.patience_s
-        )
+        return AcrossGradients(layout, parameters, world.neighbours, world.across, world.patience_s)
     if world.size == 1:
         return HeldGradients(layout)
     return SharedGradients(layout, world.neighbours)

@@ -18,6 +18,7 @@ from parti.cluster import Level, Place
 from parti.engine.replica import Replica
 from parti.engine.tuning import Tuning
 from parti.errors import ConfigError
+from parti.launch.devices import num_local_devices
 from parti.strategy import session
 
 PRECISIONS = ("fp32", "bf16")
@@ -181,7 +182,7 @@ class MultiWorkerMirroredStrategy(DataParallel):
 
 def _check_devices(strategy: MirroredStrategy | MultiWorkerMirroredStrategy) -> None:
     devices = strategy.devices
-    if isinstance(devices, bool) or isinstance(devices, str):
+    if isinstance(devices, (bool, str)):
         raise ConfigError(
             f"devices={devices!r}; expected a number of processes, or a sequence of names such as "
             '("cuda:0", "cuda:1").'
@@ -201,7 +202,7 @@ def _names(devices: int | Sequence[str] | None) -> tuple[str, ...]:
 
 def _count(devices: int | Sequence[str] | None) -> int:
     if devices is None:
-        return session.num_local_devices()
+        return num_local_devices()
     return devices if isinstance(devices, int) else len(devices)
 
 

@@ -18,13 +18,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from parti import launch
 from parti.cluster import Level, Origin, Place, resolve
 from parti.comm.rendezvous import Directory, KeyValue, TorchStore, meeting_in, split_address
 from parti.comm.world import World, connect
 from parti.data.seeds import derive
 from parti.engine.replica import Replica
 from parti.errors import ConfigError
+from parti.launch.devices import num_cores
+from parti.launch.environment import ProcessTuning
+from parti.launch.rerun import ensure
+from parti.launch.store import connect as connect_store
+from parti.launch.worker import install
 
 if TYPE_CHECKING:
     from parti.strategy.data_parallel import DataParallel
@@ -40,14 +44,14 @@ def enter(strategy: DataParallel) -> None:
     if place.level is Level.HOST:
         count = strategy.num_local_processes()
         if count > 1 or place.num_nodes > 1:
-            launch.ensure(
+            ensure(
                 count,
                 threads=strategy.threads,
-                tuning=launch.ProcessTuning(allocator=strategy.tuning.allocator),
+                tuning=ProcessTuning(allocator=strategy.tuning.allocator),
             )
-        torch.set_num_threads(strategy.threads or launch.num_cores())
+        torch.set_num_threads(strategy.threads or num_cores())
         return
-    launch.install()
+    install()
     torch.set_num_threads(strategy.threads or _share_of_cores(place))
 
 
@@ -78,10 +82,6 @@ def bind(
     )
 
 
-def num_local_devices() -> int:
-    return launch.num_local_devices()
-
-
 @functools.lru_cache(maxsize=1)
 def _world(place: Place, device: torch.device, patience_s: float) -> World:
     """Connected once in the life of a process."""
@@ -93,12 +93,10 @@ def _world(place: Place, device: torch.device, patience_s: float) -> World:
     return connect(
         rank=rank,
         size=size,
-        meet=meeting_in(_store(place, patience_s), rank, size, patience_s)
-        if size > 1
-        else _nobody,
+        meet=meeting_in(_store(place, patience_s), rank, size, patience_s) if size > 1 else _nobody,
         device=device,
         patience_s=patience_s,
-        num_cores=launch.num_cores(),
+        num_cores=num_cores(),
     )
 
 
@@ -116,13 +114,13 @@ def _store(place: Place, patience_s: float) -> KeyValue:
     if parts.scheme == "file":
         return Directory(Path(parts.path))
     if place.origin is Origin.PARTI:
-        return launch.connect_store(place.rendezvous)
+        return connect_store(place.rendezvous)
     host, port = split_address(place.rendezvous)
     return TorchStore(host, port, is_host=place.rank == 0, patience_s=patience_s)
 
 
 def _share_of_cores(place: Place) -> int:
-    return max(1, launch.num_cores() // (place.local_world_size or 1))
+    return max(1, num_cores() // (place.local_world_size or 1))
 
 
 def _device(strategy: DataParallel, place: Place) -> torch.device:
