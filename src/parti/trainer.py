@@ -16,6 +16,7 @@ from typing import Any, final
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from parti.callbacks import (
     EpochEnd,
@@ -69,6 +70,9 @@ from parti.weights import (
 )
 
 Collate = Callable[[Sequence[Any]], Any]
+
+EVALUATION_BATCH_SIZE = 256
+"""For evaluate and predict where none is asked for."""
 
 
 @final
@@ -314,6 +318,8 @@ class Trainer:
         collate: Collate | None,
         micro_batches: int | None = None,
     ) -> Feed:
+        if batch_size is None and not isinstance(data, DataLoader):
+            batch_size = EVALUATION_BATCH_SIZE
         return self.replica.batches(
             data,
             batch_size=batch_size,

@@ -124,7 +124,7 @@ def test_predictions_come_in_sample_order_once_each(on_ranks: OnRanks) -> None:
         trainer.model.load_state_dict({"weight": torch.ones(1, 1), "bias": torch.zeros(1)})
         alone = trainer.predict(numbered, **SETTINGS)
         beside = trainer.predict((numbered, Y), **SETTINGS)
-        short = trainer.predict(numbered[:2], **SETTINGS)
+        short = trainer.predict(numbered[:2])
         doubled = trainer.predict(
             (numbered, Y), forward=lambda model, batch: model(batch[0]) * 2, **SETTINGS
         )
