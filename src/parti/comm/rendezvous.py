@@ -14,7 +14,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from parti.comm.wait import name_ranks
-from parti.errors import CommTimeout, ConfigError
+from parti.errors import CommError, CommTimeout, ConfigError
 
 Meeting = Callable[[str, bytes], tuple[bytes, ...]]
 
@@ -82,16 +82,25 @@ class Directory:
 class TorchStore:
     """The store at the master address that torchrun, MPI and Slurm jobs agree on."""
 
-    def __init__(self, host: str, port: int, *, is_host: bool, patience_s: float) -> None:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    def __init__(self, host: str, port: int, job: str, *, is_host: bool, patience_s: float) -> None:
+        """`job` keeps apart the attempts of a job that share one store."""
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-        self._store = TCPStore(
-            host,
-            port,
-            is_master=is_host,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=patience_s),
-        )
+        try:
+            store = TCPStore(
+                host,
+                port,
+                is_master=is_host,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=patience_s),
+            )
+        except RuntimeError as error:
+            what = "open" if is_host else "reach"
+            raise CommError(
+                f"cannot {what} the store at {host}:{port}: {str(error).splitlines()[0]} "
+                "Check the address, or set MASTER_PORT to a free port."
+            ) from error
+        self._store = PrefixStore(f"parti/{job}", store)
 
     def set(self, key: str, value: bytes) -> None:
         self._store.set(key, value.hex())

@@ -8,7 +8,6 @@ import torch
 
 from parti.comm.protocol import Phase, Region
 
-
 _CPU = torch.device("cpu")
 
 

@@ -99,10 +99,15 @@ class DataParallel:
 
     def check(self, place: Place) -> None:
         """Refuse a place that contradicts this strategy."""
+        if not place.in_world:
+            raise ConfigError(
+                f"{type(self).__name__} has no work for the task type {place.task_type!r}. "
+                f"{place.why} Start the script on chief and worker tasks only."
+            )
         if self.one_host and place.num_nodes > 1:
             raise ConfigError(
-                f"{type(self).__name__} uses one host, but the job has {place.num_nodes} "
-                f"({place.why}). Use parti.MultiWorkerMirroredStrategy()."
+                f"{type(self).__name__} uses one host, but the job has {place.num_nodes}. "
+                f"{place.why} Use parti.MultiWorkerMirroredStrategy()."
             )
 
     def __str__(self) -> str:
@@ -135,8 +140,8 @@ class OneDeviceStrategy(DataParallel):
         DataParallel.check(self, place)
         if place.level is Level.RANK and place.world_size != 1:
             raise ConfigError(
-                f"OneDeviceStrategy uses one process, but {place.world_size} were started "
-                f"({place.why}). Start one, or use parti.MirroredStrategy()."
+                f"OneDeviceStrategy uses one process, but {place.world_size} were started. "
+                f"{place.why} Start one, or use parti.MirroredStrategy()."
             )
 
 

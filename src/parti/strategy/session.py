@@ -107,8 +107,8 @@ def _nobody(topic: str, mine: bytes) -> tuple[bytes, ...]:
 def _store(place: Place, patience_s: float) -> KeyValue:
     if place.rendezvous is None:
         raise ConfigError(
-            f"there are {place.world_size} processes but no address where they can meet "
-            f"({place.why}). Set MASTER_ADDR and MASTER_PORT, or start with `parti run`."
+            f"there are {place.world_size} processes but no address where they can meet. "
+            f"{place.why} Set MASTER_ADDR and MASTER_PORT, or start with `parti run`."
         )
     parts = urlsplit(place.rendezvous)
     if parts.scheme == "file":
@@ -116,7 +116,8 @@ def _store(place: Place, patience_s: float) -> KeyValue:
     if place.origin is Origin.PARTI:
         return connect_store(place.rendezvous)
     host, port = split_address(place.rendezvous)
-    return TorchStore(host, port, is_host=place.rank == 0, patience_s=patience_s)
+    is_host = place.rank == 0 and not place.store_is_served
+    return TorchStore(host, port, place.job or "", is_host=is_host, patience_s=patience_s)
 
 
 def _share_of_cores(place: Place) -> int:
