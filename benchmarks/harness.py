@@ -20,8 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -159,7 +159,9 @@ class Running:
     def wait_ready(self) -> None:
         """Return once every rank has finished its warm-up."""
         for _ in range(self.world_size):
-            self.versions |= self._read(START_DEADLINE_S)["versions"]  # type: ignore[operator]
+            versions = self._read(START_DEADLINE_S)["versions"]
+            assert isinstance(versions, dict)
+            self.versions |= versions
 
     def turn(self) -> Record:
         """Let it run one window and return its report."""
@@ -175,22 +177,31 @@ class Running:
             ready, _, _ = select.select([self.fifos["reports"]], [], [], 0.2)
             if ready:
                 self.pending += os.read(self.fifos["reports"], 65536)
-            elif any(process.poll() not in (None, 0) for process in self.processes):
+            elif self._has_ended():
                 raise ContenderError(self._last_words())
             elif time.monotonic() > deadline:
                 raise ContenderError(f"no report in {patience_s:.0f} s. {self._last_words()}")
         line, self.pending = self.pending.split(b"\n", 1)
         return json.loads(line)  # type: ignore[no-any-return]
 
+    def _has_ended(self) -> bool:
+        """A process failed, or all are gone."""
+        codes = [process.poll() for process in self.processes]
+        return any(code not in (None, 0) for code in codes) or None not in codes
+
     def _last_words(self) -> str:
         lines = (self.directory / "output").read_text(errors="replace").strip().splitlines()
         return " | ".join(lines[-6:]) or "it printed nothing"
 
-    def close(self) -> None:
-        """End every process of it, politely first."""
-        for name, fifo in self.fifos.items():
+    def dismiss(self) -> None:
+        """Tell its processes that there are no more turns."""
+        for fifo in self.fifos.values():
             os.close(fifo)
-            self.fifos = {**self.fifos, name: -1}
+        self.fifos = {}
+
+    def close(self) -> None:
+        """See every process of it end, by force if need be."""
+        self.dismiss()
         for process in self.processes:
             try:
                 process.wait(timeout=5)
@@ -207,7 +218,7 @@ def wait_until_idle(
     """Return once the machine has been idle for a while; the load (%) it found in the end."""
     deadline = time.monotonic() + patience_s
     while True:
-        load = psutil.cpu_percent(interval=during_s)
+        load = float(psutil.cpu_percent(interval=during_s))
         if load < below:
             return load
         if time.monotonic() > deadline:
@@ -277,16 +288,17 @@ def _one_round(
         for contender in contenders:
             started = running[contender.name] = Running(contender, setting)
             # One after the other: two libraries starting at once could time each other out.
-            _try(started, results, running, started.wait_ready)
+            with _noted(started, results, running):
+                started.wait_ready()
             results.versions |= started.versions
         results.loads.append(effort.wait())
         for _ in range(effort.turns):
             for name, ready in list(running.items()):
-                _try(
-                    ready, results, running,
-                    lambda n=name, r=ready: reports.setdefault(n, []).append(_undisturbed(r)),
-                )  # fmt: skip
+                with _noted(ready, results, running):
+                    reports.setdefault(name, []).append(_undisturbed(ready))
     finally:
+        for left in running.values():
+            left.dismiss()
         for left in running.values():
             left.close()
     return reports
@@ -302,13 +314,12 @@ def _undisturbed(running: Running, attempts: int = 3) -> Record:
     return min(reports, key=lambda report: number(report, "foreign_share"))
 
 
-def _try(
-    running: Running, results: Results, all_running: dict[str, Running], act: Callable[[], None]
-) -> None:
-    """Act; a contender that fails is closed, noted, and out of this round."""
+@contextmanager
+def _noted(running: Running, results: Results, all_running: dict[str, Running]) -> Iterator[None]:
+    """A contender that fails inside is closed, noted, and out of this round."""
     name = running.contender.name
     try:
-        act()
+        yield
     except ContenderError as failure:
         results.failures[name] = str(failure)
         say(f"  {name} failed: {failure}")

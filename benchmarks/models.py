@@ -40,7 +40,8 @@ class MnistCNN(nn.Module):
         else:
             hidden = F.max_pool2d(F.relu(self.conv1(images)), 2)
             hidden = F.max_pool2d(F.relu(self.conv2(hidden)), 2)
-        return self.dense(hidden.flatten(1))
+        scores: Tensor = self.dense(hidden.flatten(1))
+        return scores
 
 
 class PlainCNN(nn.Sequential):
@@ -70,7 +71,8 @@ class Block(nn.Module):
         query, key, value = self.qkv(self.norm1(hidden)).view(shape).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return hidden + self.down(F.gelu(self.up(self.norm2(hidden))))
+        widened: Tensor = self.down(F.gelu(self.up(self.norm2(hidden))))
+        return hidden + widened
 
 
 class CharGPT(nn.Module):
@@ -88,7 +90,8 @@ class CharGPT(nn.Module):
 
     def forward(self, text: Tensor) -> Tensor:
         hidden = self.symbols(text) + self.places[: text.shape[1]]
-        return self.head(self.norm(self.blocks(hidden)))
+        scores: Tensor = self.head(self.norm(self.blocks(hidden)))
+        return scores
 
 
 class MLP(nn.Sequential):
@@ -173,7 +176,9 @@ class Workload:
     def batches(self, *, batch_size: int, rank: int = 0, tuned: bool = False) -> list[Batch]:
         """`NUM_BATCHES` batches, made once."""
         inputs, targets = self.samples(NUM_BATCHES * batch_size, rank=rank)
-        made = list(zip(inputs.split(batch_size), targets.split(batch_size), strict=True))
+        made = list(
+            zip(torch.split(inputs, batch_size), torch.split(targets, batch_size), strict=True)
+        )
         if not (tuned and self.convolutional):
             return made
         return [(x.contiguous(memory_format=torch.channels_last), y) for x, y in made]

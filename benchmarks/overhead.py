@@ -13,6 +13,7 @@ import argparse
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 
 from contenders import all_contenders, pick, variant
 from harness import ALLOCATOR, Effort, add_options, clean, compare, effort_of, say
@@ -32,27 +33,34 @@ def steps_of(processes: int, given: argparse.Namespace, effort: Effort) -> list[
     table = all_contenders(given.peers, processes)
     pieces = ("--micro-batches", str(processes))
     contenders = [table["twin"], variant(table["parti"], "parti", "Parti", *pieces)]
-    common = {"processes": processes, "tuning": "same", "window_s": 0.4, "environment": ALLOCATOR}
+    setting = Setting(
+        model="tiny",
+        batch_size=8,
+        processes=processes,
+        tuning="same",
+        window_s=0.4,
+        environment=ALLOCATOR,
+    )
     say(f"the step, {processes} processes")
-    step = compare(contenders, Setting(model="tiny", batch_size=8, **common), effort)
+    step = compare(contenders, setting, effort)
     if processes == 1:
         return [step]
-    reduce = compare(
-        pick(table, ("shared_reduce",)), Setting(model="1KB", batch_size=1, **common), effort
-    )
-    return [step, reduce]
+    reduce = replace(setting, model="1KB", batch_size=1)
+    return [step, compare(pick(table, ("shared_reduce",)), reduce, effort)]
 
 
 def library_s(results: list[Results]) -> dict[str, float | None]:
     """What a step takes and how it divides."""
     parti, plain = results[0].step_s("parti"), results[0].step_s("twin")
     reduce = results[1].step_s("shared_reduce") if len(results) > 1 else 0.0
-    known = parti is not None and plain is not None and reduce is not None
+    library = None
+    if parti is not None and plain is not None and reduce is not None:
+        library = parti - plain - reduce
     return {
         "step_s": parti,
         "plain_step_s": plain,
         "reduce_s": reduce,
-        "library_s": parti - plain - reduce if known else None,
+        "library_s": library,
     }
 
 

@@ -16,8 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from harness import HERE, clean, say, wait_until_idle
-from results import markdown, save, times
+from harness import clean, say, wait_until_idle
+from results import HERE, markdown, save, times
 
 SCRIPT = str(HERE / "peers" / "first_step.py")
 COMMANDS = {

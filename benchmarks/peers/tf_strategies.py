@@ -148,7 +148,7 @@ def training_steps(strategy: Any, net: Net, arguments: Arguments) -> Callable[[A
         context.merge_call(net.adam, args=tuple(summed))
         return loss
 
-    @tf.function
+    @tf.function  # type: ignore[untyped-decorator]
     def many(iterator: Any, count: Any) -> Any:
         loss = tf.constant(0.0)
         for _ in tf.range(count):

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models import NUM_SAMPLES, Batch, loss_of, workload
 from runner import Arguments
 
-VERSIONS = {"torch": torch.__version__}
+VERSIONS = {"torch": str(torch.__version__)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +47,17 @@ def parts(
     With the same tuning for all, all get the fused optimizer; `loader` feeds an in-memory data set
     through torch's DataLoader, as its users do, in place of indexing in bulk.
     """
-    torch.set_num_threads(arguments.threads)
     work = workload(arguments.model)
     size = arguments.batch_size if batch_size is None else batch_size
+    num_ranks = arguments.global_batch // size
+    # A process that stands for several has the threads of all.
+    torch.set_num_threads(arguments.threads * arguments.processes // num_ranks)
     model = work.model(tuned=arguments.tuned)
     optimizer = work.make_optimizer(model, True if arguments.tuned else fused)
     if arguments.feed == "fixed":
         fixed = work.batches(batch_size=size, rank=rank, tuned=arguments.tuned)
         return Parts(model=model, optimizer=optimizer, batches=itertools.cycle(fixed))
     samples = work.samples(NUM_SAMPLES)
-    num_ranks = arguments.global_batch // size
     feed = through_loader if loader else in_bulk
     return Parts(model=model, optimizer=optimizer, batches=feed(samples, size, rank, num_ranks))
 
@@ -67,7 +68,7 @@ def in_bulk(samples: Batch, size: int, rank: int, num_ranks: int) -> Iterator[Ba
     for epoch in itertools.count():
         order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(epoch))
         mine = order[: len(order) // (size * num_ranks) * size * num_ranks][rank::num_ranks]
-        for picked in mine.split(size):
+        for picked in torch.split(mine, size):
             yield inputs[picked], targets[picked]
 
 
