@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from parti import datasets as datasets
     from parti import testing as testing
     from parti.callbacks import EarlyStopping as EarlyStopping
+    from parti.callbacks import LambdaCallback as LambdaCallback
     from parti.callbacks import Schedule as Schedule
     from parti.callbacks import Stop as Stop
     from parti.cluster import ClusterSpec as ClusterSpec
+    from parti.data.streams import ReadyBatches as ReadyBatches
     from parti.engine.forward import Forward as Forward
     from parti.engine.replica import Replica as Replica
     from parti.engine.report import StepReport as StepReport
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from parti.errors import CommTimeout as CommTimeout
     from parti.errors import ConfigError as ConfigError
     from parti.errors import DataError as DataError
+    from parti.errors import NonFiniteLoss as NonFiniteLoss
     from parti.errors import PartiError as PartiError
     from parti.errors import PeerLost as PeerLost
     from parti.errors import PlanInfeasible as PlanInfeasible
@@ -63,6 +66,7 @@ _HOMES = {
     "MirroredStrategy": "parti.strategy.data_parallel",
     "MultiWorkerMirroredStrategy": "parti.strategy.data_parallel",
     "OneDeviceStrategy": "parti.strategy.data_parallel",
+    "ReadyBatches": "parti.data.streams",
     "Replica": "parti.engine.replica",
     "StepReport": "parti.engine.report",
     "Tuning": "parti.engine.tuning",
@@ -71,6 +75,8 @@ _HOMES = {
     "CommTimeout": "parti.errors",
     "ConfigError": "parti.errors",
     "DataError": "parti.errors",
+    "LambdaCallback": "parti.callbacks",
+    "NonFiniteLoss": "parti.errors",
     "PartiError": "parti.errors",
     "PeerLost": "parti.errors",
     "PlanInfeasible": "parti.errors",

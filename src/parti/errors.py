@@ -8,6 +8,7 @@
     │   ├── CommTimeout              a rank did not arrive before the deadline
     │   └── RankMismatch             ranks disagree on what they are training
     ├── WorkerFailed (RuntimeError)  a worker ended badly; shows the first failure
+    ├── NonFiniteLoss (ArithmeticError)  the loss is no longer a number
     ├── DataError (ValueError)       a data set that cannot be read or dealt as asked
     └── CheckpointError (RuntimeError)
 
@@ -47,6 +48,10 @@ class RankMismatch(CommError):
 
 class WorkerFailed(PartiError, RuntimeError):
     """A worker ended badly. The first failure is shown, its consequences are folded under it."""
+
+
+class NonFiniteLoss(PartiError, ArithmeticError):
+    """The loss is NaN or infinite; the message names the step."""
 
 
 class DataError(PartiError, ValueError):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from parti.callbacks import StepEnd, Stop, first_stop, handlers
 from parti.engine.report import Part
-from parti.errors import PartiError
+from parti.errors import NonFiniteLoss
 from parti.evaluation import LossSum, Tally
 from parti.history import History
 from parti.metrics import Metric
@@ -120,7 +120,7 @@ class Fit:
             f"been taken; {before}."
         )
         if self._on_nan == "raise":
-            raise PartiError(
+            raise NonFiniteLoss(
                 f"{fact} Lower the learning rate, clip gradients with clip_norm=1.0, or look for "
                 f"values in the data that are not finite; on_nan='warn' trains on."
             )

@@ -96,7 +96,10 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch() -> None:
 def test_a_gan_trains_two_models_with_two_optimizers() -> None:
     def body(world: World) -> str:
         torch.manual_seed(0)
-        generator, critic = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+        generator, critic = (
+            nn.Linear(4, 6),
+            nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1)),
+        )
         its = torch.optim.Adam(generator.parameters(), 1e-2)
         others = torch.optim.Adam(critic.parameters(), 1e-2)
         replica = bind(world, generator, critic, its, others)
@@ -191,9 +194,7 @@ def test_reduce_and_gather_do_not_depend_on_the_number_of_ranks() -> None:
         model, optimizer = make("sgd")
         replica = bind(world, model, optimizer)
         batch = next(iter(replica.batches((WORDS, NEXT), batch_size=13, micro_batches=4)))
-        losses = replica.run(
-            lambda x, y: F.cross_entropy(model(x, 0), y, reduction="none"), batch
-        )
+        losses = replica.run(lambda x, y: F.cross_entropy(model(x, 0), y, reduction="none"), batch)
         first = replica.run(lambda x, y: {"y": y, "n": len(y)}, batch)
         return (
             replica.reduce(losses, "mean", axis=0).item(),
@@ -209,7 +210,9 @@ def test_reduce_and_gather_do_not_depend_on_the_number_of_ranks() -> None:
     assert outcomes[0][4] == [4, 3, 3, 3]
 
 
-@pytest.mark.parametrize(("op", "expected"), [("sum", 6.0), ("mean", 2.0), ("min", 1.0), ("max", 3.0)])
+@pytest.mark.parametrize(
+    ("op", "expected"), [("sum", 6.0), ("mean", 2.0), ("min", 1.0), ("max", 3.0)]
+)
 def test_plain_values_are_reduced_over_ranks(op: str, expected: float) -> None:
     def body(world: World) -> float:
         replica = bind(world, nn.Linear(1, 1))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from parti.callbacks import EarlyStopping, EpochEnd, LambdaCallback, Schedule, StepEnd, Stop
-from parti.errors import ConfigError, PartiError
+from parti.errors import ConfigError, NonFiniteLoss
 from parti.metrics import Accuracy
 from parti.trainer import Trainer
 from parti.weights import EMA, SWA
@@ -335,7 +335,7 @@ def test_a_loss_that_is_not_finite(on_ranks: OnRanks, recwarn: pytest.WarningsRe
         return trainer.fit((x, Y), shuffle=False, **SETTINGS).step_losses.tolist()
 
     match = r"step 1 \(epoch 1\): the loss is (inf|nan).*last finite loss was .* in step 0"
-    with pytest.raises(PartiError, match=match):
+    with pytest.raises(NonFiniteLoss, match=match):
         on_ranks(2, fit)
     losses = on_ranks(1, lambda strategy: fit(strategy, on_nan="ignore"))[0]
     assert [math.isfinite(loss) for loss in losses] == [True, False, False]

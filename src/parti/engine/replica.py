@@ -27,6 +27,7 @@ from parti.engine import letter as letters
 from parti.engine.buffers import Buffers
 from parti.engine.collect import Reduction, gather, reduce
 from parti.engine.forward import Weighed, call, weigh
+from parti.engine.layout import LINE_BYTES
 from parti.engine.placement import Deal, deal
 from parti.engine.randomness import Randomness
 from parti.engine.report import Part, Parts, StepReport, StepTimes
@@ -313,8 +314,13 @@ class Replica:
         return deal(num_micro_batches, self._world.order, self._exact)
 
     def _move(self, data: Any) -> Any:
+        """To the device; on a CPU, to the start of a cache line.
+
+        A micro-batch may lie in the middle of what this rank has read for the step, and first on
+        another rank. Matrix products round differently where an operand does not start on a line.
+        """
         if self.device.type == "cpu":
-            return data
+            return tree_map_only(torch.Tensor, _aligned, data)
         return tree_map_only(
             torch.Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), data
         )
@@ -325,6 +331,10 @@ def _everything(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) ->
     tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
     tensors += [p for each in optimizers for group in each.param_groups for p in group["params"]]
     return [tensor.detach() for tensor in {id(tensor): tensor for tensor in tensors}.values()]
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor.data_ptr() % LINE_BYTES else tensor
 
 
 def _device_name(device: torch.device) -> str:

@@ -91,6 +91,8 @@ class DividedUpdate:
         if len(self._runs) > 1:
             self._neighbours.exchange(b"")  # all new weights are there
             spread_runs(self._layout, self._runs, self._neighbours.index, self._weights)
+            # All have copied them: from here on the user's code may write to its weights.
+            self._neighbours.exchange(b"")
 
     def scale(self, factor: float) -> None:
         scale(self._gradients.totals(), factor)
