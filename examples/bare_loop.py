@@ -16,7 +16,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--short", action="store_true", help="one epoch, for a test")
 epochs = 1 if parser.parse_args().short else 20
 
-train_set, test_set = parti.datasets.digits()
+digits = parti.datasets.digits()
 
 strategy = parti.MirroredStrategy()
 with strategy.scope():
@@ -29,10 +29,10 @@ def loss_of(images, labels):
     return F.cross_entropy(model(images), labels)
 
 
-for batch in replica.batches(train_set, batch_size=64, epochs=epochs):
+for batch in replica.batches(digits.train, batch_size=64, epochs=epochs):
     replica.step(loss_of, batch)
 
 # Every process holds the same weights to the last bit, so each may look at them as it likes.
-images, labels = test_set[:]
+images, labels = digits.test
 accuracy = (model(images).argmax(1) == labels).float().mean()
 print(f"accuracy {accuracy:.4f}")

@@ -65,7 +65,7 @@ with strategy.scope():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 trainer = parti.Trainer(strategy, model, optimizer, loss)
-trainer.fit(train_set, batch_size=32, epochs=1)
+trainer.fit(train_set, batch_size=32, micro_batches=4, epochs=1)
 
 model.eval()
 torch.manual_seed(0)

@@ -45,8 +45,8 @@ if args.data.is_dir():
     test_set = read("test_batch.bin")
 else:
     print(f"{args.data} is not there: made-up images stand in for CIFAR-10")
-    train_set = made_up(128 if args.short else 5_000, seed=1)
-    test_set = made_up(64 if args.short else 1_000, seed=2)
+    train_set = made_up(32 if args.short else 5_000, seed=1)
+    test_set = made_up(32 if args.short else 1_000, seed=2)
 
 
 class Block(nn.Module):

@@ -14,7 +14,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--short", action="store_true", help="one epoch, for a test")
 epochs = 1 if parser.parse_args().short else 20
 
-train_set, test_set = parti.datasets.digits()
+digits = parti.datasets.digits()
 
 strategy = parti.MirroredStrategy()
 with strategy.scope():
@@ -32,4 +32,4 @@ with strategy.scope():
 loss = nn.CrossEntropyLoss()
 
 trainer = parti.Trainer(strategy, model, optimizer, loss, metrics={"accuracy": parti.Accuracy()})
-trainer.fit(train_set, batch_size=64, epochs=epochs, validation=test_set)
+trainer.fit(digits.train, batch_size=64, epochs=epochs, validation=digits.test)

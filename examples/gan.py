@@ -16,7 +16,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--short", action="store_true", help="one epoch, for a test")
 epochs = 1 if parser.parse_args().short else 150
 
-train_set, _ = parti.datasets.digits()
+digits = parti.datasets.digits()
 
 strategy = parti.MirroredStrategy()
 with strategy.scope():
@@ -51,7 +51,7 @@ def generator_loss(images, labels):
     return F.softplus(-critic(drawn(len(images)))).mean()
 
 
-for batch in replica.batches(train_set, batch_size=64, epochs=epochs):
+for batch in replica.batches(digits.train, batch_size=64, epochs=epochs):
     replica.step(critic_loss, batch, optimizer=c_optimizer)
     replica.step(generator_loss, batch, optimizer=g_optimizer)
 

@@ -8,7 +8,6 @@ import argparse
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import parti
 
@@ -20,15 +19,18 @@ epochs = 1 if short else 3
 
 def enlarged_digits():
     """The small digits that come with Parti, as images of MNIST's size."""
-    for images, labels in (data[:] for data in parti.datasets.digits()):
-        yield TensorDataset(F.interpolate(images, (28, 28), mode="bilinear"), labels)
+    digits = parti.datasets.digits()
+    return parti.datasets.Pictures(
+        train=(F.interpolate(digits.train[0], (28, 28), mode="bilinear"), digits.train[1]),
+        test=(F.interpolate(digits.test[0], (28, 28), mode="bilinear"), digits.test[1]),
+    )
 
 
 try:
-    train_set, test_set = enlarged_digits() if short else parti.datasets.mnist()
+    mnist = enlarged_digits() if short else parti.datasets.mnist()
 except parti.DataError as error:
     print(f"{error}\nGoing on with the small digits that come with Parti, enlarged.")
-    train_set, test_set = enlarged_digits()
+    mnist = enlarged_digits()
 
 strategy = parti.MirroredStrategy()
 with strategy.scope():
@@ -46,4 +48,4 @@ with strategy.scope():
 loss = nn.CrossEntropyLoss()
 
 trainer = parti.Trainer(strategy, model, optimizer, loss, metrics={"accuracy": parti.Accuracy()})
-trainer.fit(train_set, batch_size=128, epochs=epochs, validation=test_set)
+trainer.fit(mnist.train, batch_size=128, epochs=epochs, validation=mnist.test)

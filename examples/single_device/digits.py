@@ -4,7 +4,7 @@ import argparse
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import parti
 
@@ -12,7 +12,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--short", action="store_true", help="one epoch, for a test")
 epochs = 1 if parser.parse_args().short else 20
 
-train_set, test_set = parti.datasets.digits()
+digits = parti.datasets.digits()
 
 model = nn.Sequential(
     nn.Conv2d(1, 32, 3, padding=1),
@@ -27,13 +27,14 @@ model = nn.Sequential(
 optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
 loss = nn.CrossEntropyLoss()
 
+train, test = (TensorDataset(*each) for each in (digits.train, digits.test))
 for _ in range(epochs):
     model.train()
-    for images, labels in DataLoader(train_set, batch_size=64, shuffle=True):
+    for images, labels in DataLoader(train, batch_size=64, shuffle=True):
         optimizer.zero_grad()
         loss(model(images), labels).backward()
         optimizer.step()
     model.eval()
     with torch.no_grad():
-        right = [model(x).argmax(1) == y for x, y in DataLoader(test_set, batch_size=64)]
+        right = [model(x).argmax(1) == y for x, y in DataLoader(test, batch_size=64)]
     print(f"accuracy {torch.cat(right).float().mean():.4f}")

@@ -5,7 +5,7 @@ import argparse
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import parti
 
@@ -13,7 +13,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--short", action="store_true", help="one epoch, for a test")
 epochs = 1 if parser.parse_args().short else 150
 
-train_set, _ = parti.datasets.digits()
+digits = parti.datasets.digits()
 
 generator = nn.Sequential(
     nn.Linear(32, 256),
@@ -46,7 +46,7 @@ def generator_loss(images, labels):
 
 
 for _ in range(epochs):
-    for images, labels in DataLoader(train_set, batch_size=64, shuffle=True):
+    for images, labels in DataLoader(TensorDataset(*digits.train), batch_size=64, shuffle=True):
         c_optimizer.zero_grad()
         critic_loss(images, labels).backward()
         c_optimizer.step()

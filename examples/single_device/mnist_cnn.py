@@ -17,15 +17,18 @@ epochs = 1 if short else 3
 
 def enlarged_digits():
     """The small digits that come with Parti, as images of MNIST's size."""
-    for images, labels in (data[:] for data in parti.datasets.digits()):
-        yield TensorDataset(F.interpolate(images, (28, 28), mode="bilinear"), labels)
+    digits = parti.datasets.digits()
+    return parti.datasets.Pictures(
+        train=(F.interpolate(digits.train[0], (28, 28), mode="bilinear"), digits.train[1]),
+        test=(F.interpolate(digits.test[0], (28, 28), mode="bilinear"), digits.test[1]),
+    )
 
 
 try:
-    train_set, test_set = enlarged_digits() if short else parti.datasets.mnist()
+    mnist = enlarged_digits() if short else parti.datasets.mnist()
 except parti.DataError as error:
     print(f"{error}\nGoing on with the small digits that come with Parti, enlarged.")
-    train_set, test_set = enlarged_digits()
+    mnist = enlarged_digits()
 
 model = nn.Sequential(
     nn.Conv2d(1, 32, 3),
@@ -40,13 +43,14 @@ model = nn.Sequential(
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 loss = nn.CrossEntropyLoss()
 
+train, test = (TensorDataset(*each) for each in (mnist.train, mnist.test))
 for _ in range(epochs):
     model.train()
-    for images, labels in DataLoader(train_set, batch_size=128, shuffle=True):
+    for images, labels in DataLoader(train, batch_size=128, shuffle=True):
         optimizer.zero_grad()
         loss(model(images), labels).backward()
         optimizer.step()
     model.eval()
     with torch.no_grad():
-        right = [model(x).argmax(1) == y for x, y in DataLoader(test_set, batch_size=128)]
+        right = [model(x).argmax(1) == y for x, y in DataLoader(test, batch_size=128)]
     print(f"accuracy {torch.cat(right).float().mean():.4f}")
