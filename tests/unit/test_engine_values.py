@@ -28,7 +28,7 @@ from parti.errors import ConfigError, RankMismatch
 )
 def test_a_loss_becomes_a_sum_and_a_count(result: object, total: float, count: float) -> None:
     weighed = weigh(result, num_samples=4)
-    assert (weighed.total.item(), weighed.count) == (total, count)
+    assert weighed.tally() == (total, count)
 
 
 def test_a_result_without_a_loss_is_described() -> None:

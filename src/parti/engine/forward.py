@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,18 +22,28 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """The sum of the losses of a micro-batch and how many were summed."""
+    """A scalar that stands for the losses of a micro-batch: `weight` times it is their sum."""
 
-    total: torch.Tensor
+    scalar: torch.Tensor
+    weight: float
     count: float
+    """How many losses were summed."""
     aux: Any
-    mean: torch.Tensor | None = None
-    """The mean as the user gave it: in bfloat16 the total rounds away what the mean still has."""
+
+    def backward(self) -> None:
+        """Back-propagate the sum. The weight enters as the gradient of the scalar: no operation is
+        added to the graph."""
+        weight = _scalar(self.weight, self.scalar.dtype, self.scalar.device)
+        self.scalar.backward(weight)  # type: ignore[no-untyped-call]
 
     def tally(self) -> tuple[float, float]:
-        if self.mean is not None:
-            return self.mean.item() * self.count, self.count
-        return self.total.item(), self.count
+        """The sum and the count."""
+        return self.scalar.item() * self.weight, self.count
+
+
+@lru_cache(maxsize=256)
+def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.tensor(value, dtype=dtype, device=device)
 
 
 def call(forward: Callable[..., Any], data: Any) -> Any:
@@ -55,7 +66,7 @@ def weigh(result: Any, num_samples: int) -> Weighed:
     if isinstance(result, (tuple, list)) and len(result) == 2:
         total, count = result
         if isinstance(total, torch.Tensor) and total.dim() == 0:
-            return Weighed(total, float(count), aux)
+            return Weighed(total, 1.0, float(count), aux)
     if isinstance(result, Mapping) and "loss" in result:
         result = result["loss"]
     elif not isinstance(result, torch.Tensor) and hasattr(result, "loss"):
@@ -66,8 +77,8 @@ def weigh(result: Any, num_samples: int) -> Weighed:
             "of losses, a pair (sum, count), something with `.loss`, or parti.Forward(loss, aux)."
         )
     if result.dim() == 0:
-        return Weighed(result * num_samples, float(num_samples), aux, result.detach())
-    return Weighed(result.sum(), float(result.numel()), aux)
+        return Weighed(result, float(num_samples), float(num_samples), aux)
+    return Weighed(result.sum(), 1.0, float(result.numel()), aux)
 
 
 def _describe(result: Any) -> str:

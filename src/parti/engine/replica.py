@@ -256,7 +256,7 @@ class Replica:
             with self._precision():
                 result = weigh(call(forward, self._move(piece.data)), piece.num_samples)
             report(Phase.BACKWARD, self.step_number)
-            result.total.backward()  # type: ignore[no-untyped-call]
+            result.backward()
             made = [part.collect() for part in trained]
             here = [gradient is not None for part in made for gradient in part]
             reached = (
