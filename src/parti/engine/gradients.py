@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from parti.comm.protocol import Neighbours, Region
-from parti.engine.layout import CHUNK_BYTES, Entry, Layout
+from parti.engine.layout import CHUNK_BYTES, Chunk, Entry, Layout
 from parti.engine.placement import Deal
 from parti.engine.tree import Add, combine
 
@@ -67,6 +67,7 @@ class HeldGradients:
         self._slots: list[list[torch.Tensor]] = []
         self.owned = range(len(layout.chunks))
         self.runs = (self.owned,)
+        self._cuts = [_cut(layout, chunk) for chunk in layout.chunks]
 
     def begin(self, deal: Deal) -> None:
         self._slots = [[] for _ in range(deal.num_slots)]
@@ -91,15 +92,11 @@ class HeldGradients:
             total.mul_(scale)
 
     def totals(self) -> list[torch.Tensor]:
-        flats = [flat(tensor) for tensor in self._slots[0]]
-        pieces = []
-        for chunk in self._layout.chunks:
-            entry = self._layout.entries[chunk.entry]
-            size = entry.dtype.itemsize
-            low, high = (chunk.low - entry.offset) // size, (chunk.high - entry.offset) // size
-            whole = flats[chunk.entry]
-            pieces.append(whole if high - low == whole.numel() else whole[low:high])
-        return pieces
+        totals = []
+        for entry, low, high in self._cuts:
+            whole = flat(self._slots[0][entry])
+            totals.append(whole if high is None else whole[low:high])
+        return totals
 
     def spread(self) -> list[torch.Tensor]:
         return self._slots[0]
@@ -257,6 +254,15 @@ def spread_runs(
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """A dense tensor's elements in the order they lie in memory."""
     return torch.as_strided(tensor, (tensor.numel(),), (1,))
+
+
+def _cut(layout: Layout, chunk: Chunk) -> tuple[int, int, int | None]:
+    """A chunk as elements of its parameter; no end where it is all of it."""
+    entry = layout.entries[chunk.entry]
+    if chunk.high - chunk.low == entry.num_bytes:
+        return chunk.entry, 0, None
+    size = entry.dtype.itemsize
+    return chunk.entry, (chunk.low - entry.offset) // size, (chunk.high - entry.offset) // size
 
 
 def _as_laid_out(entry: Entry, gradient: torch.Tensor | None, device: torch.device) -> torch.Tensor:

@@ -320,6 +320,8 @@ class Replica:
         another rank. Matrix products round differently where an operand does not start on a line.
         """
         if self.device.type == "cpu":
+            if type(data) is tuple and all(map(_is_aligned, data)):
+                return data  # the usual case, without a walk through a tree
             return tree_map_only(torch.Tensor, _aligned, data)
         return tree_map_only(
             torch.Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), data
@@ -333,8 +335,12 @@ def _everything(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) ->
     return [tensor.detach() for tensor in {id(tensor): tensor for tensor in tensors}.values()]
 
 
+def _is_aligned(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.data_ptr() % LINE_BYTES == 0
+
+
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone() if tensor.data_ptr() % LINE_BYTES else tensor
+    return tensor if _is_aligned(tensor) else tensor.clone()
 
 
 def _device_name(device: torch.device) -> str:
