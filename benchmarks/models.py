@@ -1,8 +1,7 @@
 """The models that are measured, with their optimizers and made-up data of the right shapes.
 
-Owns what is computed; must not know who computes it or how it is timed. Every model comes in the
-layout a user would write and, where there is one, in the layout that Parti's tuning arrives at:
-channels_last, and ReLU behind the pooling, which gives the same numbers to the bit.
+Owns what is computed; must not know who computes it or how it is timed. Every model is written as a
+user would write it; `tuned` puts on what Parti's own tuning puts on.
 """
 
 from __future__ import annotations
@@ -22,30 +21,8 @@ NUM_SAMPLES = 16_384
 """Samples of an in-memory data set, where feeding the model is part of what is measured."""
 
 
-class MnistCNN(nn.Module):
+class MnistCNN(nn.Sequential):
     """The classic tutorial's network, 28×28 images in, ten classes out."""
-
-    def __init__(self, *, tuned: bool = False) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(1, 32, 3)
-        self.conv2 = nn.Conv2d(32, 64, 3)
-        self.dense = nn.Linear(64 * 5 * 5, 10)
-        self.pooled_first = tuned
-
-    def forward(self, images: Tensor) -> Tensor:
-        if self.pooled_first:
-            # max(relu(x)) is relu(max(x)), and a quarter as many values pass the ReLU.
-            hidden = F.relu(F.max_pool2d(self.conv1(images), 2))
-            hidden = F.relu(F.max_pool2d(self.conv2(hidden), 2))
-        else:
-            hidden = F.max_pool2d(F.relu(self.conv1(images)), 2)
-            hidden = F.max_pool2d(F.relu(self.conv2(hidden)), 2)
-        scores: Tensor = self.dense(hidden.flatten(1))
-        return scores
-
-
-class PlainCNN(nn.Sequential):
-    """The same network as users write it: a list of modules."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -149,39 +126,42 @@ class Workload:
     title: str
     batch_size: int
     """Samples a process and step."""
-    make_model: Callable[[bool], nn.Module]
-    """Called with whether the model shall come in the tuned layout."""
+    make_model: Callable[[], nn.Module]
     make_optimizer: Callable[[nn.Module, bool | None], torch.optim.Optimizer]
     """Called with the model and torch's `fused` argument."""
     make_samples: Callable[[int, torch.Generator], Batch]
-    convolutional: bool
 
-    def model(self, *, tuned: bool) -> nn.Module:
+    def model(self) -> nn.Module:
         """The model with the same initial weights on every process."""
         torch.manual_seed(0)
-        model = self.make_model(tuned)
-        # The layout of the images follows that of the weights they meet.
-        return self.to_layout(model) if tuned else model
-
-    def to_layout(self, model: nn.Module) -> nn.Module:
-        """channels_last, where there are channels."""
-        if self.convolutional:
-            return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
-        return model
+        return self.make_model()
 
     def samples(self, count: int, *, rank: int = 0) -> Batch:
         """Made-up samples; each rank draws its own."""
         return self.make_samples(count, torch.Generator().manual_seed(1000 + rank))
 
-    def batches(self, *, batch_size: int, rank: int = 0, tuned: bool = False) -> list[Batch]:
+    def batches(self, *, batch_size: int, rank: int = 0) -> list[Batch]:
         """`NUM_BATCHES` batches, made once."""
         inputs, targets = self.samples(NUM_BATCHES * batch_size, rank=rank)
-        made = list(
+        return list(
             zip(torch.split(inputs, batch_size), torch.split(targets, batch_size), strict=True)
         )
-        if not (tuned and self.convolutional):
-            return made
-        return [(x.contiguous(memory_format=torch.channels_last), y) for x, y in made]
+
+
+def tuned(model: nn.Module) -> nn.Module:
+    """The model with the layout, the order of operations and the products that Parti gives it."""
+    from parti.engine.transforms.channels_last import lay_out_channels_last
+    from parti.engine.transforms.fp32_products import route_products
+    from parti.engine.transforms.order import reorder_calls
+
+    reordered = reorder_calls([model])
+    changes = [reordered.change, route_products([model])]
+    if reordered.views_are_safe:
+        changes.append(lay_out_channels_last([model]))
+    for change in changes:
+        if change is not None:
+            change.on()
+    return model
 
 
 def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -226,31 +206,31 @@ WORKLOADS: dict[str, Workload] = {
     for workload in (
         Workload(
             name="mnist_cnn", title="MNIST CNN", batch_size=64,
-            make_model=lambda tuned: MnistCNN(tuned=True) if tuned else PlainCNN(),
-            make_optimizer=_adam, make_samples=_images((1, 28, 28)), convolutional=True,
+            make_model=MnistCNN,
+            make_optimizer=_adam, make_samples=_images((1, 28, 28)),
         ),
         Workload(
             name="gpt", title="GPT, 4.8 M", batch_size=8,
-            make_model=lambda tuned: CharGPT(),
-            make_optimizer=_adamw, make_samples=_text, convolutional=False,
+            make_model=CharGPT,
+            make_optimizer=_adamw, make_samples=_text,
         ),
         Workload(
             name="mlp", title="MLP, 21 M", batch_size=64,
-            make_model=lambda tuned: MLP(),
-            make_optimizer=_adamw, make_samples=_vectors, convolutional=False,
+            make_model=MLP,
+            make_optimizer=_adamw, make_samples=_vectors,
         ),
         Workload(
             name="resnet18", title="ResNet-18, 32×32", batch_size=16,
-            make_model=lambda tuned: ResNet18(),
-            make_optimizer=_sgd, make_samples=_images((3, 32, 32)), convolutional=True,
+            make_model=ResNet18,
+            make_optimizer=_sgd, make_samples=_images((3, 32, 32)),
         ),
     )
 }  # fmt: skip
 
 
 TINY = Workload(
-    name="tiny", title="tiny", batch_size=8, convolutional=False,
-    make_model=lambda tuned: nn.Linear(8, 8),
+    name="tiny", title="tiny", batch_size=8,
+    make_model=lambda: nn.Linear(8, 8),
     make_optimizer=_adam,
     make_samples=lambda count, generator: (
         torch.randn(count, 8, generator=generator),

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from models import NUM_SAMPLES, Batch, loss_of, workload
+from models import NUM_SAMPLES, Batch, loss_of, tuned, workload
 from runner import Arguments
 
 VERSIONS = {"torch": str(torch.__version__)}
@@ -52,10 +52,10 @@ def parts(
     num_ranks = arguments.global_batch // size
     # A process that stands for several has the threads of all.
     torch.set_num_threads(arguments.threads * arguments.processes // num_ranks)
-    model = work.model(tuned=arguments.tuned)
+    model = tuned(work.model()) if arguments.tuned else work.model()
     optimizer = work.make_optimizer(model, True if arguments.tuned else fused)
     if arguments.feed == "fixed":
-        fixed = work.batches(batch_size=size, rank=rank, tuned=arguments.tuned)
+        fixed = work.batches(batch_size=size, rank=rank)
         return Parts(model=model, optimizer=optimizer, batches=itertools.cycle(fixed))
     samples = work.samples(NUM_SAMPLES)
     feed = through_loader if loader else in_bulk

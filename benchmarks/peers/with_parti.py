@@ -41,7 +41,7 @@ def main() -> None:
         threads=arguments.threads, exact=arguments.exact, precision=arguments.precision
     )
     with strategy.scope():
-        model = work.model(tuned=arguments.tuned)
+        model = work.model()
         optimizer = work.make_optimizer(model, True if arguments.tuned else None)
     replica = strategy.bind(model, optimizer)
     if replica.world_size != arguments.processes:
