@@ -103,7 +103,7 @@ class LossSum:
         pairs = []
         for part in parts:
             weighed = weigh(part.value, part.num_samples)
-            self.add(weighed.total.item(), weighed.count)
+            self.add(*weighed.tally())
             pairs.append(Part(part.number, part.num_samples, weighed.aux))
         return pairs
 
