@@ -23,6 +23,7 @@ LAYERS: dict[str, int] = {
     "strategy": 4,
     "monitor": 4,
     "datasets": 4,
+    "curves": 3,
     "history": 3,
     "metrics": 3,
     "engine": 3,

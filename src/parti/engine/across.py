@@ -77,8 +77,8 @@ class AcrossGradients:
         for i, parameter in enumerate(parameters):
             parameter.register_post_accumulate_grad_hook(_Hook(self, i))  # type: ignore[no-untyped-call]
 
-    def begin(self, deal: Deal) -> None:
-        self._local.begin(deal)
+    def begin(self, deal: Deal, *, early: bool) -> None:
+        self._local.begin(deal, early=early)
         self._deal = deal
         self._ops = deal.shares[self._neighbours.ranks[self._neighbours.index]].ops
         leaves = [i for i, op in enumerate(self._ops) if isinstance(op, Leaf)]
@@ -90,7 +90,8 @@ class AcrossGradients:
         self._steps += 1
         self._failure: BaseException | None = None
         self._sender = threading.Thread(target=self._send_all, name="parti-sender", daemon=True)
-        self._sender.start()
+        if early:
+            self._sender.start()
         if not leaves:
             self._say_finished(len(self._streamed))
 
@@ -127,6 +128,8 @@ class AcrossGradients:
             self._say_finished(self._prefix)
 
     def add_up(self, scale: float) -> None:
+        if self._sender.ident is None:
+            self._sender.start()
         self._sender.join()
         if self._failure is not None:
             raise self._failure

@@ -34,8 +34,11 @@ class Gradients(Protocol):
         """My own of these runs."""
         ...
 
-    def begin(self, deal: Deal) -> None:
-        """A step begins; what follows is one `put` or `merge` for each op of my share."""
+    def begin(self, deal: Deal, *, early: bool) -> None:
+        """A step begins; what follows is one `put` or `merge` for each op of my share.
+
+        `early`: sums may leave for other hosts before `add_up`.
+        """
         ...
 
     def put(self, slot: int, made: Made, onto: bool) -> None:
@@ -69,7 +72,7 @@ class HeldGradients:
         self.runs = (self.owned,)
         self._cuts = [_cut(layout, chunk) for chunk in layout.chunks]
 
-    def begin(self, deal: Deal) -> None:
+    def begin(self, deal: Deal, *, early: bool) -> None:
         self._slots = [[] for _ in range(deal.num_slots)]
 
     def put(self, slot: int, made: Made, onto: bool) -> None:
@@ -114,7 +117,7 @@ class SharedGradients:
         self.owned = self.runs[neighbours.index]
         self._num_slots = 0
 
-    def begin(self, deal: Deal) -> None:
+    def begin(self, deal: Deal, *, early: bool) -> None:
         self._deal = deal
         if deal.num_slots > self._num_slots:
             self._reserve(deal.num_slots)

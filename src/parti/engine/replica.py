@@ -33,6 +33,7 @@ from parti.engine.randomness import Randomness
 from parti.engine.report import Part, Parts, StepReport, StepTimes
 from parti.engine.trained import Trained
 from parti.engine.tree import Leaf, Share, tree_sum
+from parti.engine.tuning import Applied
 from parti.errors import ConfigError
 
 Forward = Callable[..., Any]
@@ -52,13 +53,13 @@ class Replica:
         optimizers: Sequence[Optimizer],
         seed: int,
         exact: bool,
-        notes: Sequence[str] = (),
+        applied: Applied | None = None,
         precision: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self.strategy = strategy
         self.device = device
         self._exact = exact
-        self._notes = tuple(notes)
+        self._applied = Applied(()) if applied is None else applied
         self._world = world
         self._models = tuple(models)
         self._optimizers = tuple(optimizers)
@@ -103,7 +104,7 @@ class Replica:
             "precision": getattr(self.strategy, "precision", "fp32"),
             "threads": torch.get_num_threads(),
             "exact": self._exact,
-            "notes": self._notes,
+            "notes": self._applied.notes,
         }
 
     def batches(
@@ -158,9 +159,12 @@ class Replica:
         trained = self._chosen(optimizer)
         dealt = self._deal(batch.num_micro_batches)
         work = dealt.shares[self.rank]
-        for part in trained:
-            part.gradients.begin(dealt)
-        results, used = self._compute(trained, work, forward, batch)
+        results, used = self._applied.checked(
+            lambda: self._compute(trained, dealt, forward, batch),
+            decides=0 in work.micro_batches,
+            exchange=self._world.exchange,
+            rewind=self._buffers.rewind,
+        )
         computed = time.perf_counter()
 
         self._world.neighbours.report(Phase.REDUCE, self.step_number)
@@ -233,16 +237,19 @@ class Replica:
         return self._world.exchange(payload)
 
     def _compute(
-        self, trained: Sequence[Trained], work: Share, forward: Forward, batch: Batch
+        self, trained: Sequence[Trained], dealt: Deal, forward: Forward, batch: Batch
     ) -> tuple[list[tuple[int, Weighed]], bytes]:
         """Backward over my micro-batches; gradients end up in slots, in the order of the tree."""
         report = self._world.neighbours.report
         by_number = {piece.number: piece for piece in batch.micro_batches}
         results: list[tuple[int, Weighed]] = []
         reached: list[bool] | None = None
+        work = dealt.shares[self.rank]
         self._buffers.begin(work.num_slots)
         for part in trained:
             part.drop()
+            # While the first batch is being checked it may have to be computed once more.
+            part.gradients.begin(dealt, early=self._applied.check is None)
         for op in work.ops:
             if not isinstance(op, Leaf):
                 for part in trained:

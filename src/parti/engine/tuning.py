@@ -151,7 +151,7 @@ def apply(
     changes: tuple[Change, ...] = ()
     if device.type == "cpu" and not compile:
         # A compiler chooses layouts and orders itself, and would stumble over ours.
-        changes = _change_models(tuning, models, precision)
+        changes = change_models(tuning, models, precision)
     notes += [change.note for change in changes if change.note]
     if compile:
         # Last: what is compiled is the model as it stands.
@@ -160,15 +160,16 @@ def apply(
     return Applied(tuple(notes), changes, fused, check)
 
 
-def _change_models(
-    tuning: Tuning, models: Sequence[nn.Module], precision: str
+def change_models(
+    tuning: Tuning, models: Sequence[nn.Module], precision: str = "fp32"
 ) -> tuple[Change, ...]:
+    """Put on what changes how the models compute; the caller keeps what takes it off."""
     changes: list[Change] = []
     if tuning.layout:
         # Calls before layout: reading them tells whether a model minds the order of its images.
         images = lay_out_channels_last(models)
         reordered = reorder_calls(models, images=images is not None)
-        if images is not None and reordered.minds_order:
+        if images is not None and not reordered.views_are_safe:
             images = None
             reordered = reorder_calls(models, images=False)
         changes += [change for change in (reordered.change, images) if change is not None]

@@ -16,12 +16,11 @@ from torch.optim import Optimizer
 
 from parti.cluster import Level, Place
 from parti.engine.replica import Replica
+from parti.engine.transforms.precision import check_precision
 from parti.engine.tuning import Tuning
 from parti.errors import ConfigError
 from parti.launch.devices import num_local_devices
 from parti.strategy import session
-
-PRECISIONS = ("fp32", "bf16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +46,7 @@ class DataParallel:
     one_host: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
-            raise ConfigError(
-                f"precision={self.precision!r} is not known; expected one of "
-                f"{', '.join(map(repr, PRECISIONS))}."
-                + (
-                    " fp16 is refused: on CPUs its convolutions are a hundred times slower."
-                    if self.precision == "fp16"
-                    else ""
-                )
-            )
+        check_precision(self.precision)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed={self.seed!r} is not a whole number.")
         if not self.patience_s > 0:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -23,6 +22,8 @@ from parti.comm.rendezvous import Directory, KeyValue, TorchStore, meeting_in, s
 from parti.comm.world import World, connect
 from parti.data.seeds import derive
 from parti.engine.replica import Replica
+from parti.engine.transforms.precision import forward_context
+from parti.engine.tuning import apply
 from parti.errors import ConfigError
 from parti.launch.devices import num_cores
 from parti.launch.environment import ProcessTuning
@@ -78,7 +79,15 @@ def bind(
         optimizers=optimizers,
         seed=strategy.seed,
         exact=strategy.exact,
-        precision=_precision(strategy.precision, device),
+        applied=apply(
+            strategy.tuning,
+            models,
+            optimizers,
+            device=device,
+            precision=strategy.precision,
+            compile=strategy.compile,
+        ),
+        precision=forward_context(strategy.precision, device),
     )
 
 
@@ -137,9 +146,3 @@ def _device(strategy: DataParallel, place: Place) -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", mine % torch.cuda.device_count())
     return torch.device("cpu")
-
-
-def _precision(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    if precision == "bf16":
-        return functools.partial(torch.autocast, device.type, dtype=torch.bfloat16)
-    return nullcontext

@@ -58,7 +58,7 @@ def image_ends(tensor: Any) -> Any:
         and not tensor.is_contiguous()
         and tensor.is_contiguous(memory_format=torch.channels_last)
     ):
-        tensor.register_hook(_to_channels_last)
+        tensor.register_hook(_to_channels_last)  # type: ignore[no-untyped-call]
     return tensor
 
 

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MethodType
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 from torch import nn
+
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 class Effect(StrEnum):
@@ -67,7 +69,7 @@ def each_module(models: Sequence[nn.Module]) -> Iterator[nn.Module]:
                 yield module
 
 
-def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+def is_plain(module: nn.Module, kind: type[_Module]) -> TypeGuard[_Module]:
     """Whether calling the module runs `kind.forward` and nothing of anybody else's."""
     return (
         isinstance(module, kind)

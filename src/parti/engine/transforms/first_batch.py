@@ -107,7 +107,7 @@ class _Rewind:
             if buffer is not None
         ]
         self._random = torch.get_rng_state()
-        on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._random_cuda = torch.cuda.get_rng_state_all() if on_cuda else None
 
     def __call__(self) -> None:

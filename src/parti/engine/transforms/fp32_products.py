@@ -30,7 +30,7 @@ _MIN_WEIGHTS = 1 << 12
 
 def route_products(models: Sequence[nn.Module]) -> Change | None:
     """Send large fp32 products of linear and attention layers through oneDNN."""
-    if not pays_on(torch.cpu.get_capabilities()) or not torch.backends.mkldnn.is_available():
+    if not pays_on(torch.cpu.get_capabilities()) or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
     patches = []
     num_linear = num_attention = 0
@@ -38,7 +38,9 @@ def route_products(models: Sequence[nn.Module]) -> Change | None:
         if is_plain(module, nn.Linear) and _is_large(module.weight):
             patches.append(Patch(module, "forward", linear_forward))
             num_linear += 1
-        elif is_plain(module, nn.MultiheadAttention) and _is_large(module.out_proj.weight):
+        elif is_plain(module, nn.MultiheadAttention) and _is_large(
+            module.get_parameter("out_proj.weight")
+        ):
             patches.append(Patch(module, "forward", attention_forward))
             num_attention += 1
     if not patches:
@@ -114,7 +116,7 @@ class _Product(torch.autograd.Function):
         return _product(input, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         input, weight = ctx.saved_tensors
         for_input, for_weight, for_bias = ctx.needs_input_grad
         rows = gradient.reshape(-1, gradient.shape[-1])

@@ -16,11 +16,11 @@ from parti.engine.transforms.pool_order import pairs_in, sequential_forward
 @dataclass(frozen=True, slots=True)
 class Reordered:
     change: Change | None
-    minds_order: bool
-    """Whether something in the models may look at the order of an image in memory."""
+    views_are_safe: bool
+    """Whether nothing in the models minds in which order an image lies in memory."""
 
 
-def reorder_calls(models: Sequence[nn.Module], *, images: bool) -> Reordered:
+def reorder_calls(models: Sequence[nn.Module], *, images: bool = True) -> Reordered:
     """Put ReLU behind max-pool wherever that is the same. With `images`, also bring views into a
     form that works for images in any order in memory."""
     patches: list[Patch] = []
@@ -38,9 +38,9 @@ def reorder_calls(models: Sequence[nn.Module], *, images: bool) -> Reordered:
             count += made.num_exchanged
             minds = minds or made.minds_order
     if not patches:
-        return Reordered(None, minds)
+        return Reordered(None, not minds)
     note = f"ReLU behind max-pool ({count})" if count else ""
-    return Reordered(Change(note=note, effect=Effect.EQUAL, patches=tuple(patches)), minds)
+    return Reordered(Change(note=note, effect=Effect.EQUAL, patches=tuple(patches)), not minds)
 
 
 def is_library(module: nn.Module) -> bool:
