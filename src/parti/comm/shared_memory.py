@@ -14,7 +14,6 @@ architectures use the process group instead (see `world.py`).
 
 from __future__ import annotations
 
-import mmap
 import os
 import select
 import time
@@ -45,7 +44,18 @@ class _Block:
 
     def __init__(self, fd: int, num_bytes: int) -> None:
         self.fd = fd
-        self.memory = mmap.mmap(fd, num_bytes)
+        try:
+            # Not `mmap.mmap`, which keeps a descriptor for itself: on a host of 200 processes those
+            # of all neighbours' blocks would pass the usual limit of 1024.
+            self.memory = torch.from_file(
+                f"/proc/self/fd/{fd}", shared=True, size=num_bytes, dtype=torch.uint8
+            )
+        except RuntimeError as error:
+            os.close(fd)
+            raise CommError(
+                f"cannot map {num_bytes / 2**20:.1f} MiB of shared memory: {error}. "
+                "Raise the limit on address space (`ulimit -v`) or use fewer processes."
+            ) from error
 
     @classmethod
     def create(cls, num_bytes: int) -> _Block:
@@ -110,8 +120,9 @@ class SharedMemory:
             block if i == self.index else _Block.open(pid, fd, _BLOCK_BYTES)
             for i, (pid, fd) in enumerate(addresses)
         ]
-        self._words = [memoryview(b.memory)[:_WORDS_BYTES].cast("q") for b in self._blocks]
-        self._mail = [memoryview(b.memory)[_WORDS_BYTES:] for b in self._blocks]
+        bytes_of = [mapped.memory.numpy().data for mapped in self._blocks]
+        self._words = [each[:_WORDS_BYTES].cast("q") for each in bytes_of]
+        self._mail = [each[_WORDS_BYTES:] for each in bytes_of]
         self._mine = self._words[self.index]
         self._others = [i for i in range(len(ranks)) if i != self.index]
         self._arrivals = 0
@@ -168,10 +179,7 @@ class SharedMemory:
         self.exchange(b"")  # all have mapped it
         for mapped in blocks:
             mapped.close_file()
-        return Region(
-            tuple(torch.frombuffer(b.memory, dtype=torch.uint8)[:num_bytes] for b in blocks),
-            self.index,
-        )
+        return Region(tuple(mapped.memory[:num_bytes] for mapped in blocks), self.index)
 
     def _arrive_and_wait(self) -> None:
         self._arrivals += 1
