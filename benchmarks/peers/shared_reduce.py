@@ -32,16 +32,16 @@ def main() -> None:
     with strategy.scope():
         model = nn.Linear(1, 1)
     world = strategy.bind(model)._world
-    layout = lay_out([("gradient", torch.empty(num_floats(arguments.model)))])
-    gradients = SharedGradients(layout, world.neighbours)
-    gradients.begin(deal(world.size, world.order))
-    gradients.put(0, [torch.full((num_floats(arguments.model),), world.rank + 1.0)], False)
+    gradient = torch.full((num_floats(arguments.model),), world.rank + 1.0)
+    gradients = SharedGradients(lay_out([("gradient", gradient)]), [gradient], world.neighbours)
+    gradients.begin(deal(world.size, world.order), early=False)
+    gradients.put(0, [gradient], False)
     scale = 1.0 / world.size
 
     def all_reduce(count: int) -> None:
         for _ in range(count):
             world.neighbours.exchange(b"")
-            gradients.add_up(scale)
+            list(gradients.sums(scale, keep=True))
             (total,) = gradients.spread()
         check(total, world.size)
 

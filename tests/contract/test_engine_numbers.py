@@ -240,3 +240,44 @@ def _solo():  # type: ignore[no-untyped-def]
     from parti.comm.solo import Solo
 
     return Solo()
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_large_layers_that_write_their_gradients_themselves(clip_norm: float | None) -> None:
+    """Pieces of several chunks, gradients that are not copied, a layer that rests at times."""
+
+    def body(world: World) -> str:
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(6, 700), nn.Linear(700, 1100), nn.Linear(1100, 1100)])
+        head = nn.Linear(1100, 20)
+        optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()], 1e-3, fused=True)
+        replica = bind(world, model, head, optimizer)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        for batch in replica.batches((WORDS.float(), NEXT), batch_size=20, micro_batches=3):
+            odd = replica.step_number % 2
+
+            def loss(x: torch.Tensor, y: torch.Tensor, odd: int = odd) -> torch.Tensor:
+                hidden = model[1](F.relu(model[0](x)))
+                return F.cross_entropy(head(model[2](hidden) if odd else hidden), y)
+
+            replica.step(loss, batch, clip_norm=clip_norm)
+            schedule.step()
+        return fingerprint(model, head, optimizer)
+
+    assert len({each for n in RANKS for each in on_threads(n, body)}) == 1
+
+
+def test_hooks_around_the_optimizers_step_are_called_once_a_step() -> None:
+    def body(world: World) -> tuple[int, str]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 1500), nn.Linear(1500, 1500), nn.Linear(1500, 20))
+        optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+        calls = []
+        optimizer.register_step_post_hook(lambda *_: calls.append(1))
+        replica = bind(world, model, optimizer)
+        for batch in replica.batches((WORDS.float(), NEXT), batch_size=32, micro_batches=2):
+            replica.step(lambda x, y: F.cross_entropy(model(x), y), batch)
+        return len(calls), fingerprint(model, optimizer)
+
+    assert len({each for n in (1, 2, 3) for each in on_threads(n, body)}) == 1
+    assert on_threads(2, body)[0][0] == 3

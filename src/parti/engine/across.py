@@ -11,14 +11,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
 from parti.comm.protocol import Across, Neighbours
-from parti.engine.gradients import Addition, Made, SharedGradients, blocks, write_additions
+from parti.engine.gradients import (
+    Addition,
+    Made,
+    SharedGradients,
+    Sums,
+    blocks,
+    scale_all,
+    write_additions,
+)
 from parti.engine.layout import LINE_BYTES, Layout
 from parti.engine.placement import Deal
 from parti.engine.tree import Leaf, Merge, Node, combine, cover
@@ -65,8 +73,8 @@ class AcrossGradients:
             _joined([run for run, each in zip(lanes, owner, strict=True) if each == i])
             for i in range(size)
         )
-        self._local = SharedGradients(layout, neighbours, runs)
-        self.runs, self.owned = self._local.runs, self._local.owned
+        self._local = SharedGradients(layout, parameters, neighbours, runs)
+        self.runs, self.pieces = self._local.runs, self._local.pieces
         mine = [lane for lane, each in enumerate(owner) if each == neighbours.index]
         self._buckets = [b for lane in mine for b in _cut(layout, lane, lanes[lane])]
         self._finished = _counters(neighbours)
@@ -94,6 +102,9 @@ class AcrossGradients:
             self._sender.start()
         if not leaves:
             self._say_finished(len(self._streamed))
+
+    def homes(self, slot: int, onto: bool) -> Mapping[int, torch.Tensor]:
+        return {}  # our hooks wait for autograd's own gradients
 
     def put(self, slot: int, made: Made, onto: bool) -> None:
         if self._puts_left > 1:
@@ -127,17 +138,15 @@ class AcrossGradients:
         if self._prefix > before:
             self._say_finished(self._prefix)
 
-    def add_up(self, scale: float) -> None:
+    def sums(self, scale: float, *, keep: bool) -> Sums:
         if self._sender.ident is None:
             self._sender.start()
         self._sender.join()
         if self._failure is not None:
             raise self._failure
-        for total in self.totals():
-            total.mul_(scale)
-
-    def totals(self) -> list[torch.Tensor]:
-        return self._local.totals()
+        for piece in self._local.kept():
+            scale_all(piece, scale)
+            yield piece
 
     def spread(self) -> list[torch.Tensor]:
         return self._local.spread()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.autograd.graph import _engine_run_backward
 
+from parti.engine.scalar import scalar
 from parti.errors import ConfigError
 
 
@@ -32,18 +33,25 @@ class Weighed:
 
     def backward(self) -> None:
         """Back-propagate the sum. The weight enters as the gradient of the scalar: no operation is
-        added to the graph."""
-        weight = _scalar(self.weight, self.scalar.dtype, self.scalar.device)
-        self.scalar.backward(weight)  # type: ignore[no-untyped-call]
+        added to the graph.
+
+        `scalar.backward(weight)` without its checks of a gradient that is known to fit, which take
+        longer than a small model's backward.
+        """
+        weight = scalar(self.weight, self.scalar.dtype, self.scalar.device)
+        _engine_run_backward(
+            (self.scalar,),
+            (weight,),
+            False,
+            False,
+            (),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
 
     def tally(self) -> tuple[float, float]:
         """The sum and the count."""
         return self.scalar.item() * self.weight, self.count
-
-
-@lru_cache(maxsize=256)
-def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.tensor(value, dtype=dtype, device=device)
 
 
 def call(forward: Callable[..., Any], data: Any) -> Any:

@@ -1,14 +1,14 @@
 """The gradients of a step: gathered into slots while backward runs, then added over all ranks.
 
-A slot holds a sum of whole gradients (see `tree.py` for which). After `add_up`, the chunks that
-this rank owns hold the sum over all micro-batches, scaled. Two kinds: `HeldGradients` for a rank
-that has no neighbours keeps the tensors autograd made; `SharedGradients` lie in memory that the
-neighbours read, and each rank adds up the chunks it owns.
+A slot holds a sum of whole gradients (see `tree.py` for which). The chunks that a rank owns are
+added up over all ranks, and scaled, in *pieces*: a piece is still in cache when the optimizer uses
+it. Two kinds: `HeldGradients` for a rank that has no neighbours keeps the tensors autograd made;
+`SharedGradients` lie in memory that the neighbours read, and each rank adds up the chunks it owns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Protocol
 
@@ -17,10 +17,18 @@ import torch
 from parti.comm.protocol import Neighbours, Region
 from parti.engine.layout import CHUNK_BYTES, Chunk, Entry, Layout
 from parti.engine.placement import Deal
+from parti.engine.scalar import scalar
+from parti.engine.transforms.direct_gradients import homes_of
 from parti.engine.tree import Add, combine
+
+PIECE_BYTES = 4 << 20
+"""Fits the last cache with the weights and the optimizer's state of as many elements."""
 
 Made = Sequence[torch.Tensor | None]
 """What backward left on each parameter, in layout order; None where it did not reach."""
+
+Sums = Iterator[list[torch.Tensor]]
+"""The owned chunks of one piece after another, flat, as sums over all ranks."""
 
 
 class Gradients(Protocol):
@@ -30,15 +38,19 @@ class Gradients(Protocol):
         ...
 
     @property
-    def owned(self) -> range:
-        """My own of these runs."""
+    def pieces(self) -> tuple[range, ...]:
+        """My own of these runs, cut in pieces."""
         ...
 
     def begin(self, deal: Deal, *, early: bool) -> None:
         """A step begins; what follows is one `put` or `merge` for each op of my share.
 
-        `early`: sums may leave for other hosts before `add_up`.
+        `early`: sums may leave for other hosts before `sums` is called.
         """
+        ...
+
+    def homes(self, slot: int, onto: bool) -> Mapping[int, torch.Tensor]:
+        """Where the next backward may put gradients by itself, by the id of the parameter."""
         ...
 
     def put(self, slot: int, made: Made, onto: bool) -> None:
@@ -49,36 +61,40 @@ class Gradients(Protocol):
         """Add one slot onto another."""
         ...
 
-    def add_up(self, scale: float) -> None:
-        """Sum over all ranks in tree order, times `scale`. All of them have put everything."""
-        ...
+    def sums(self, scale: float, *, keep: bool) -> Sums:
+        """Add up over all ranks in tree order, times `scale`. All of them have put everything.
 
-    def totals(self) -> list[torch.Tensor]:
-        """The owned chunks, flat, in order."""
+        With `keep` all pieces stay as they are to the end of the step, else each to the next.
+        """
         ...
 
     def spread(self) -> list[torch.Tensor]:
-        """The whole sum on every rank, one tensor for each parameter of the layout."""
+        """After all `sums` were kept: the whole on every rank, a tensor for each parameter."""
         ...
 
 
 class HeldGradients:
     """For one rank alone. Nothing is copied: a slot is a list of autograd's own tensors."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, device: torch.device) -> None:
         self._layout = layout
+        self._device = device
         self._slots: list[list[torch.Tensor]] = []
-        self.owned = range(len(layout.chunks))
-        self.runs = (self.owned,)
-        self._cuts = [_cut(layout, chunk) for chunk in layout.chunks]
+        self.runs = (range(len(layout.chunks)),)
+        self.pieces = cut_pieces(layout, self.runs[0])
+        self._cuts = [[_cut(layout, layout.chunks[i]) for i in piece] for piece in self.pieces]
 
     def begin(self, deal: Deal, *, early: bool) -> None:
         self._slots = [[] for _ in range(deal.num_slots)]
 
+    def homes(self, slot: int, onto: bool) -> Mapping[int, torch.Tensor]:
+        return {}
+
     def put(self, slot: int, made: Made, onto: bool) -> None:
-        device = next((g.device for g in made if g is not None), torch.device("cpu"))
         kept = [
-            _as_laid_out(entry, gradient, device)
+            gradient
+            if gradient is not None and gradient.stride() == entry.stride
+            else self._as_laid_out(entry, gradient)
             for entry, gradient in zip(self._layout.entries, made, strict=True)
         ]
         if onto:
@@ -86,35 +102,48 @@ class HeldGradients:
         else:
             self._slots[slot] = kept
 
+    def _as_laid_out(self, entry: Entry, gradient: torch.Tensor | None) -> torch.Tensor:
+        made = torch.empty_strided(
+            entry.shape, entry.stride, dtype=entry.dtype, device=self._device
+        )
+        return made.zero_() if gradient is None else made.copy_(gradient)
+
     def merge(self, into: int, source: int) -> None:
         torch._foreach_add_(self._slots[into], self._slots[source])
 
-    def add_up(self, scale: float) -> None:
-        # Not _foreach_mul_: on CPU it rounds the factor to bfloat16 where the tensors are.
-        for total in self._slots[0]:
-            total.mul_(scale)
-
-    def totals(self) -> list[torch.Tensor]:
-        totals = []
-        for entry, low, high in self._cuts:
-            whole = flat(self._slots[0][entry])
-            totals.append(whole if high is None else whole[low:high])
-        return totals
+    def sums(self, scale: float, *, keep: bool) -> Sums:
+        held = self._slots[0]
+        for cuts in self._cuts:
+            piece = []
+            for entry, low, high in cuts:
+                whole = flat(held[entry])
+                piece.append(whole if high is None else whole[low:high])
+            scale_all(piece, scale)
+            yield piece
 
     def spread(self) -> list[torch.Tensor]:
         return self._slots[0]
 
 
 class SharedGradients:
-    """For ranks that read one another's memory. Each adds up the chunks it owns."""
+    """For ranks that read one another's memory. Each adds up the chunks it owns.
+
+    What is added up goes to a buffer of one piece: the slots stay whole to the end of the step.
+    """
 
     def __init__(
-        self, layout: Layout, neighbours: Neighbours, runs: tuple[range, ...] | None = None
+        self,
+        layout: Layout,
+        parameters: Sequence[torch.Tensor],
+        neighbours: Neighbours,
+        runs: tuple[range, ...] | None = None,
     ) -> None:
+        """`parameters` in layout order."""
         self._layout = layout
+        self._parameters = parameters
         self._neighbours = neighbours
         self.runs = runs or layout.own(len(neighbours.ranks))
-        self.owned = self.runs[neighbours.index]
+        self.pieces = cut_pieces(layout, self.runs[neighbours.index])
         self._num_slots = 0
 
     def begin(self, deal: Deal, *, early: bool) -> None:
@@ -130,21 +159,28 @@ class SharedGradients:
             [entry.view(self.block(me, slot)) for entry in self._layout.entries]
             for slot in range(num_slots)
         ]
-        self._totals = [
-            self.block(me, 0)[chunk.low : chunk.high].view(self._layout.entries[chunk.entry].dtype)
-            for chunk in (self._layout.chunks[i] for i in self.owned)
+        self._homes: list[Mapping[int, torch.Tensor]] = [
+            homes_of(self._parameters, views) for views in self._views
         ]
+        self._buffer = torch.empty(
+            max((self._size(piece) for piece in self.pieces), default=0),
+            dtype=torch.uint8,
+            device=self._region.mine.device,
+        )
         self._program = lru_cache(maxsize=64)(self._write_program)
 
+    def homes(self, slot: int, onto: bool) -> Mapping[int, torch.Tensor]:
+        return {} if onto else self._homes[slot]
+
     def put(self, slot: int, made: Made, onto: bool) -> None:
-        views = self._views[slot]
-        gradients = [
-            torch.zeros_like(view) if gradient is None else gradient
-            for view, gradient in zip(views, made, strict=True)
-        ]
+        views, gradients = [], []
+        for view, gradient in zip(self._views[slot], made, strict=True):
+            if gradient is not view:  # else it was written here by backward itself
+                views.append(view)
+                gradients.append(torch.zeros_like(view) if gradient is None else gradient)
         if onto:
             torch._foreach_add_(views, gradients)
-        else:
+        elif views:
             torch._foreach_copy_(views, gradients)
 
     def merge(self, into: int, source: int) -> None:
@@ -166,24 +202,32 @@ class SharedGradients:
         """`merge` for one parameter."""
         self._views[into][entry].add_(self._views[source][entry])
 
-    def add_up(self, scale: float) -> None:
-        # Block by block, so that a sum is still in cache when it is scaled.
-        for adds, result in self._program(self._deal):
-            for left, right, into in adds:
-                torch.add(left, right, out=into)
-            result.mul_(scale)
+    def sums(self, scale: float, *, keep: bool) -> Sums:
+        for blocks, chunks in self._program(self._deal, keep):
+            # Block by block, so that a sum is still in the nearest cache when it is scaled.
+            for adds, result in blocks:
+                for left, right, into in adds:
+                    torch.add(left, right, out=into)
+                scale_all((result,), scale)
+            yield chunks
 
-    def totals(self) -> list[torch.Tensor]:
-        return self._totals
+    def kept(self) -> Iterator[list[torch.Tensor]]:
+        """The owned chunks of slot 0, piece by piece."""
+        for piece in self.pieces:
+            yield self._chunks(piece, self.block(self._neighbours.index, 0), 0)
 
     def spread(self) -> list[torch.Tensor]:
         self._neighbours.exchange(b"")  # all sums are there
+        blocks = [self.block(i, 0) for i in range(len(self._neighbours.ranks))]
         me = self._neighbours.index
-        spread_runs(self._layout, self.runs, me, [self.block(i, 0) for i in self._everyone()])
+        for owner, run in enumerate(self.runs):
+            if owner != me and run:
+                low, high = extent(self._layout, run)
+                blocks[me][low:high].copy_(blocks[owner][low:high])
         self._neighbours.exchange(b"")  # all have copied them; slots may be written again
         return self._views[0]
 
-    def _write_program(self, deal: Deal) -> list[tuple[list[Addition], torch.Tensor]]:
+    def _write_program(self, deal: Deal, keep: bool) -> list[_PieceOfWork]:
         """The additions of a step, block by block, with every operand already cut to size."""
         me = self._neighbours.index
         nodes = [deal.nodes[rank] for rank in self._neighbours.ranks]
@@ -192,14 +236,31 @@ class SharedGradients:
         ]
         adds = combine(tuple(node for own in nodes for node in own), (0, deal.num_leaves))
         program = []
-        for low, high, dtype in blocks(self._layout, self.owned):
-            operands = [self.block(n, slot)[low:high].view(dtype) for n, slot in held]
-            result = self.block(me, 0)[low:high].view(dtype)
-            program.append((write_additions(adds, operands, result), result))
+        for piece in self.pieces:
+            target, start = self.block(me, 0), 0
+            if not keep:
+                target, start = self._buffer, extent(self._layout, piece)[0]
+            work = []
+            for low, high, dtype in blocks(self._layout, piece):
+                operands = [self.block(n, slot)[low:high].view(dtype) for n, slot in held]
+                result = target[low - start : high - start].view(dtype)
+                work.append((write_additions(adds, operands, result), result))
+            program.append((work, self._chunks(piece, target, start)))
         return program
 
-    def _everyone(self) -> range:
-        return range(len(self._neighbours.ranks))
+    def _chunks(self, piece: range, block: torch.Tensor, start: int) -> list[torch.Tensor]:
+        """Chunks as they lie in a block of bytes that begins `start` bytes into the layout."""
+        chunks = [self._layout.chunks[i] for i in piece]
+        return [
+            block[chunk.low - start : chunk.high - start].view(
+                self._layout.entries[chunk.entry].dtype
+            )
+            for chunk in chunks
+        ]
+
+    def _size(self, piece: range) -> int:
+        low, high = extent(self._layout, piece)
+        return high - low
 
     def block(self, neighbour: int, slot: int) -> torch.Tensor:
         """A neighbour's slot, as flat bytes."""
@@ -212,6 +273,9 @@ class SharedGradients:
 
 Addition = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """left, right, and where their sum goes."""
+
+_PieceOfWork = tuple[list[tuple[list[Addition], torch.Tensor]], list[torch.Tensor]]
+"""Blocks to add up, with their results, and the same results as chunks."""
 
 
 def write_additions(
@@ -244,14 +308,37 @@ def blocks(layout: Layout, run: range) -> list[tuple[int, int, torch.dtype]]:
     return joined
 
 
-def spread_runs(
-    layout: Layout, runs: Sequence[range], me: int, blocks: Sequence[torch.Tensor]
-) -> None:
-    """Copy every other owner's run of chunks from its block into mine."""
-    for owner, run in enumerate(runs):
-        if owner != me and run:
-            low, high = layout.chunks[run.start].low, layout.chunks[run.stop - 1].high
-            blocks[me][low:high].copy_(blocks[owner][low:high])
+def extent(layout: Layout, run: range) -> tuple[int, int]:
+    """Where a run of chunks, which must not be empty, begins and ends in the layout."""
+    return layout.chunks[run.start].low, layout.chunks[run.stop - 1].high
+
+
+def cut_pieces(layout: Layout, run: range) -> tuple[range, ...]:
+    """A run of chunks in pieces of about `PIECE_BYTES`."""
+    pieces: list[range] = []
+    start = run.start
+    for i in run:
+        low, high = extent(layout, range(start, i + 1))
+        if high - low >= PIECE_BYTES or i == run.stop - 1:
+            pieces.append(range(start, i + 1))
+            start = i + 1
+    return tuple(pieces)
+
+
+def scale_all(tensors: Sequence[torch.Tensor], factor: float) -> None:
+    """Multiply in place, each as `tensor.mul_(factor)` does."""
+    if tensors and all(tensor.dtype is torch.float32 for tensor in tensors):
+        torch._foreach_mul_(list(tensors), scalar(factor, torch.float32, tensors[0].device))
+    else:
+        # Not in one call: on CPU that rounds the factor to bfloat16 where the tensors are.
+        for tensor in tensors:
+            tensor.mul_(factor)
+
+
+def square_norms(chunks: Sequence[torch.Tensor]) -> list[float]:
+    """One squared norm for each chunk, so that their sum is the same whoever owns them."""
+    norms = torch._foreach_norm(list(chunks), 2, dtype=torch.float32) if chunks else ()
+    return [norm * norm for norm in torch.stack(list(norms)).tolist()] if norms else []
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -266,10 +353,3 @@ def _cut(layout: Layout, chunk: Chunk) -> tuple[int, int, int | None]:
         return chunk.entry, 0, None
     size = entry.dtype.itemsize
     return chunk.entry, (chunk.low - entry.offset) // size, (chunk.high - entry.offset) // size
-
-
-def _as_laid_out(entry: Entry, gradient: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    if gradient is not None and gradient.stride() == entry.stride:
-        return gradient
-    made = torch.empty_strided(entry.shape, entry.stride, dtype=entry.dtype, device=device)
-    return made.zero_() if gradient is None else made.copy_(gradient)

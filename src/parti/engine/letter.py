@@ -72,7 +72,7 @@ def join_used(letters: Sequence[Letter], num_parameters: int) -> list[bool] | No
     A rank without micro-batches reached none and has no say.
     """
     masks = [letter.used for letter in letters if letter.tallies]
-    if not masks or any(not mask for mask in masks):
+    if not all(masks) or not masks:
         return None
     joined = [any(column) for column in zip(*masks, strict=True)]
     assert len(joined) == num_parameters

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -27,11 +27,13 @@ from parti.engine import letter as letters
 from parti.engine.buffers import Buffers
 from parti.engine.collect import Reduction, gather, reduce
 from parti.engine.forward import Weighed, call, weigh
+from parti.engine.gradients import Sums, scale_all, square_norms
 from parti.engine.layout import LINE_BYTES
 from parti.engine.placement import Deal, deal
 from parti.engine.randomness import Randomness
 from parti.engine.report import Part, Parts, StepReport, StepTimes
 from parti.engine.trained import Trained
+from parti.engine.transforms.direct_gradients import Destinations, write_directly
 from parti.engine.tree import Leaf, Share, tree_sum
 from parti.engine.tuning import Applied
 from parti.errors import ConfigError
@@ -62,6 +64,9 @@ class Replica:
         self._applied = Applied(()) if applied is None else applied
         self._world = world
         self._models = tuple(models)
+        direct = write_directly(models) if len(world.neighbours.ranks) > 1 else None
+        if direct is not None:
+            direct.on()
         self._optimizers = tuple(optimizers)
         self._trained = {id(o): Trained(o, models, world) for o in optimizers}
         self._buffers = Buffers(models)
@@ -171,19 +176,23 @@ class Replica:
         mail = self._meet(results, used, work, batch)
         loss, count = _tally(mail)
         self._buffers.settle([each.buffers for each in mail], dealt)
-        for part in trained:
-            part.gradients.add_up(1.0 / count if count else 0.0)
-        norm = self._clip(trained, clip_norm)
-        added = time.perf_counter()
+        met = time.perf_counter()
+        scale = 1.0 / count if count else 0.0
+        clips = clip_norm is not None
+        adding = [
+            _Timed(part.gradients.sums(scale, keep=clips or part.update.wants_all_sums))
+            for part in trained
+        ]
+        norm, sums = self._clip(adding, clip_norm)
 
         self._world.neighbours.report(Phase.OPTIMIZER, self.step_number)
-        masks = _split_mask(mail, trained)
-        for part, mask in zip(trained, masks, strict=True):
-            part.update.step(mask)
+        for part, mask, pieces in zip(trained, _split_mask(mail, trained), sums, strict=True):
+            part.update.step(mask, pieces)
         self._randomness.after_step(self.step_number)
         self.step_number += 1
         self._world.neighbours.report(Phase.USER, self.step_number)
         ended = time.perf_counter()
+        added_s = sum(each.spent_s for each in adding)
         return StepReport(
             step=self.step_number - 1,
             loss=loss,
@@ -192,7 +201,9 @@ class Replica:
             grad_norm=norm,
             aux=tuple((number, result.aux) for number, result in results),
             times=StepTimes(
-                compute_s=computed - started, comm_s=added - computed, optimizer_s=ended - added
+                compute_s=computed - started,
+                comm_s=met - computed + added_s,
+                optimizer_s=ended - met - added_s,
             ),
         )
 
@@ -263,7 +274,8 @@ class Replica:
             with self._precision():
                 result = weigh(call(forward, self._move(piece.data)), piece.num_samples)
             report(Phase.BACKWARD, self.step_number)
-            result.backward()
+            with Destinations([part.gradients.homes(op.slot, op.onto) for part in trained]):
+                result.backward()
             made = [part.collect() for part in trained]
             here = [gradient is not None for part in made for gradient in part]
             reached = (
@@ -283,26 +295,31 @@ class Replica:
         mine = letters.Letter(
             self.step_number,
             batch.num_samples,
-            tuple(result.tally() for _, result in results),
+            tuple([result.tally() for _, result in results]),
             used,
             self._buffers.letter(work),
         )
+        if self._world.size == 1:
+            return [mine]
         mail = [letters.read(data) for data in self._world.exchange(letters.write(mine))]
         letters.check_agreement(mail)
         return mail
 
-    def _clip(self, trained: Sequence[Trained], clip_norm: float | None) -> float | None:
+    def _clip(
+        self, adding: Sequence[_Timed], clip_norm: float | None
+    ) -> tuple[float | None, Sequence[Iterable[list[torch.Tensor]]]]:
         """Clip by the norm over all parameters; the same on every rank to the bit."""
         if clip_norm is None:
-            return None
-        squares = [square for part in trained for square in part.update.square_norms()]
+            return None, adding
+        sums = [list(pieces) for pieces in adding]
+        chunks = [chunk for pieces in sums for piece in pieces for chunk in piece]
+        squares = square_norms(chunks)
         everyones = self._world.neighbours.exchange(struct.pack(f"<{len(squares)}d", *squares))
         # fsum rounds once, so the order in which ranks own chunks does not matter.
         norm = math.sqrt(math.fsum(x for data in everyones for (x,) in _DOUBLE.iter_unpack(data)))
         if norm > clip_norm:
-            for part in trained:
-                part.update.scale(clip_norm / (norm + 1e-6))
-        return norm
+            scale_all(chunks, clip_norm / (norm + 1e-6))
+        return norm, sums
 
     def _chosen(self, optimizer: Optimizer | None) -> list[Trained]:
         chosen = self._optimizers if optimizer is None else (optimizer,)
@@ -333,6 +350,24 @@ class Replica:
         return tree_map_only(
             torch.Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), data
         )
+
+
+class _Timed:
+    """Hands sums on as they come, and adds up how long each took to come."""
+
+    def __init__(self, sums: Sums) -> None:
+        self._sums = sums
+        self.spent_s = 0.0
+
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        return self
+
+    def __next__(self) -> list[torch.Tensor]:
+        started = time.perf_counter()
+        try:
+            return next(self._sums)
+        finally:
+            self.spent_s += time.perf_counter() - started
 
 
 def _everything(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:

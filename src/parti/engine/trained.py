@@ -73,8 +73,9 @@ def _gradients(layout: Layout, parameters: Sequence[torch.Tensor], world: World)
     if world.across is not None:
         return AcrossGradients(layout, parameters, world.neighbours, world.across, world.patience_s)
     if world.size == 1:
-        return HeldGradients(layout)
-    return SharedGradients(layout, world.neighbours)
+        device = parameters[0].device if parameters else torch.device("cpu")
+        return HeldGradients(layout, device)
+    return SharedGradients(layout, parameters, world.neighbours)
 
 
 def _compare(layout: Layout, world: World) -> None:

@@ -1,24 +1,24 @@
 """The optimizer's part of a step.
 
 `DividedUpdate`: an optimizer that treats each element by itself (Adam, SGD, ...) runs on the chunks
-this rank owns, and the neighbours copy the new weights from one another. Every rank of a host does
-a share of the work and keeps a share of the optimizer's state. The user's optimizer object does the
-stepping: for the time of a step its parameters are the owned chunks.
+this rank owns, piece by piece, and hands the new weights to the neighbours. Every rank of a host
+does a share of the work and keeps a share of the optimizer's state. The user's optimizer object
+does the stepping: for the time of a step its parameters are the owned chunks.
 
 `WholeUpdate`: any other optimizer runs in full on every rank, over whole gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch.optim import Optimizer
 
 from parti.comm.protocol import Neighbours
-from parti.engine.gradients import Gradients, flat, spread_runs
+from parti.engine.gradients import Gradients, extent, flat
 from parti.engine.layout import Chunk, Layout
 from parti.engine.owned_state import OwnedState
 
@@ -37,22 +37,34 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 
 
 class Update(Protocol):
-    def step(self, used: Sequence[bool] | None) -> None:
+    @property
+    def wants_all_sums(self) -> bool:
+        """Whether `step` needs the sums of all pieces at once."""
+        ...
+
+    def step(self, used: Sequence[bool] | None, sums: Iterable[list[torch.Tensor]]) -> None:
         """Apply the summed gradients. `used` tells which parameters of the layout got any in this
-        step (None: all); the others are left alone, momentum and decay included."""
-        ...
+        step (None: all); the others are left alone, momentum and decay included.
 
-    def scale(self, factor: float) -> None:
-        """Multiply the summed gradients, for clipping."""
-        ...
-
-    def square_norms(self) -> list[float]:
-        """The squared norms of the owned chunks, in order."""
+        All ranks are past their backward, and read no weights until this returns.
+        """
         ...
 
     def release(self) -> None:
         """Let go of the optimizer; its state is whole again."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Owned chunks that are updated together, while all that belongs to them is in cache."""
+
+    chunks: list[torch.Tensor]
+    entries: list[int]
+    groups: list[list[torch.Tensor]]
+    """The same chunks, as the optimizer's groups hold them."""
+    copies: list[tuple[torch.Tensor, torch.Tensor]]
+    """Where they lie with a neighbour, and where they lie here."""
 
 
 class DividedUpdate:
@@ -68,55 +80,87 @@ class DividedUpdate:
         self._optimizer = optimizer
         self._parameters = list(parameters)
         self._layout = layout
-        self._gradients = gradients
         self._neighbours = neighbours
-        self._runs = gradients.runs
         self._weights = _move(parameters, layout, neighbours)
-        self._chunks = [self._cut(layout.chunks[i]) for i in gradients.owned]
-        self._groups = self._group()
+        self._pieces = [self._cut_piece(run) for run in gradients.pieces]
+        self._whole = _Piece(
+            [chunk for piece in self._pieces for chunk in piece.chunks],
+            [entry for piece in self._pieces for entry in piece.entries],
+            [
+                [chunk for piece in self._pieces for chunk in piece.groups[i]]
+                for i in range(len(optimizer.param_groups))
+            ],
+            [copy for piece in self._pieces for copy in piece.copies],
+        )
         self.state = OwnedState(
-            optimizer, self._parameters, layout, self._runs, self._chunks, neighbours
+            optimizer, self._parameters, layout, gradients.runs, self._whole.chunks, neighbours
         )
 
-    def step(self, used: Sequence[bool] | None) -> None:
+    @property
+    def wants_all_sums(self) -> bool:
+        # The user's hooks around a step are called once, and see all gradients.
+        optimizer = self._optimizer
+        return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+    def step(self, used: Sequence[bool] | None, sums: Iterable[list[torch.Tensor]]) -> None:
         self.state.prepare(self._optimizer)
-        entries = [self._layout.chunks[i].entry for i in self._gradients.owned]
-        for chunk, entry, total in zip(
-            self._chunks, entries, self._gradients.totals(), strict=True
-        ):
-            chunk.grad = total if used is None or used[entry] else None
-        with self._on_chunks():
-            self._optimizer.step()
+        pieces = self._pieces
+        if self.wants_all_sums or not pieces:
+            pieces, sums = [self._whole], [[total for piece in sums for total in piece]]
+        optimizer = self._optimizer
+        its_parameters = [group["params"] for group in optimizer.param_groups]
+        its_state = optimizer.state
+        optimizer.state = self.state.of_chunks
+        try:
+            for piece, totals in zip(pieces, sums, strict=False):
+                self._step_piece(piece, totals, used, is_last=piece is pieces[-1])
+        finally:
+            optimizer.state = its_state
+            for group, parameters in zip(optimizer.param_groups, its_parameters, strict=True):
+                group["params"] = parameters
         self.state.settle()
-        if len(self._runs) > 1:
-            self._neighbours.exchange(b"")  # all new weights are there
-            spread_runs(self._layout, self._runs, self._neighbours.index, self._weights)
-            # All have copied them: from here on the user's code may write to its weights.
+        if self._weights:
+            # All have handed out theirs: from here on the user's code may write to its weights.
             self._neighbours.exchange(b"")
 
-    def scale(self, factor: float) -> None:
-        scale(self._gradients.totals(), factor)
-
-    def square_norms(self) -> list[float]:
-        return square_norms(self._gradients.totals())
+    def _step_piece(
+        self,
+        piece: _Piece,
+        totals: Sequence[torch.Tensor],
+        used: Sequence[bool] | None,
+        *,
+        is_last: bool,
+    ) -> None:
+        optimizer = self._optimizer
+        for chunk, entry, total in zip(piece.chunks, piece.entries, totals, strict=True):
+            chunk.grad = total if used is None or used[entry] else None
+        for group, chunks in zip(optimizer.param_groups, piece.groups, strict=True):
+            group["params"] = chunks
+        if is_last:
+            optimizer.step()  # schedulers, hooks and profilers see one step
+        else:
+            type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+        for theirs, mine in piece.copies:
+            theirs.copy_(mine)
 
     def release(self) -> None:
         self.state.release(self._optimizer)
 
-    @contextmanager
-    def _on_chunks(self) -> Iterator[None]:
-        optimizer = self._optimizer
-        whole = [group["params"] for group in optimizer.param_groups]
-        state = optimizer.state
-        for group, chunks in zip(optimizer.param_groups, self._groups, strict=True):
-            group["params"] = chunks
-        optimizer.state = self.state.of_chunks
-        try:
-            yield
-        finally:
-            optimizer.state = state
-            for group, parameters in zip(optimizer.param_groups, whole, strict=True):
-                group["params"] = parameters
+    def _cut_piece(self, run: range) -> _Piece:
+        chunks = [self._cut(self._layout.chunks[i]) for i in run]
+        entries = [self._layout.chunks[i].entry for i in run]
+        low, high = extent(self._layout, run)
+        me = self._neighbours.index
+        return _Piece(
+            chunks,
+            entries,
+            self._group(chunks, entries),
+            [
+                (theirs[low:high], self._weights[me][low:high])
+                for i, theirs in enumerate(self._weights)
+                if i != me
+            ],
+        )
 
     def _cut(self, chunk: Chunk) -> torch.Tensor:
         entry = self._layout.entries[chunk.entry]
@@ -124,11 +168,13 @@ class DividedUpdate:
         whole = flat(self._parameters[chunk.entry].detach())
         return whole[(chunk.low - entry.offset) // size : (chunk.high - entry.offset) // size]
 
-    def _group(self) -> list[list[torch.Tensor]]:
+    def _group(
+        self, chunks: Sequence[torch.Tensor], entries: Sequence[int]
+    ) -> list[list[torch.Tensor]]:
         place = {id(p): i for i, p in enumerate(self._parameters)}
         chunks_of: dict[int, list[torch.Tensor]] = {}
-        for i, chunk in zip(self._gradients.owned, self._chunks, strict=True):
-            chunks_of.setdefault(self._layout.chunks[i].entry, []).append(chunk)
+        for chunk, entry in zip(chunks, entries, strict=True):
+            chunks_of.setdefault(entry, []).append(chunk)
         return [
             [chunk for p in group["params"] for chunk in chunks_of.get(place.get(id(p), -1), [])]
             for group in self._optimizer.param_groups
@@ -138,6 +184,8 @@ class DividedUpdate:
 class WholeUpdate:
     """For optimizers that look at more than one element at a time, or that we do not know."""
 
+    wants_all_sums = True
+
     def __init__(
         self, optimizer: Optimizer, parameters: Sequence[torch.Tensor], gradients: Gradients
     ) -> None:
@@ -145,7 +193,9 @@ class WholeUpdate:
         self._parameters = list(parameters)
         self._gradients = gradients
 
-    def step(self, used: Sequence[bool] | None) -> None:
+    def step(self, used: Sequence[bool] | None, sums: Iterable[list[torch.Tensor]]) -> None:
+        for _ in sums:
+            pass  # they are kept, and spread as a whole
         for i, (parameter, total) in enumerate(
             zip(self._parameters, self._gradients.spread(), strict=True)
         ):
@@ -154,26 +204,8 @@ class WholeUpdate:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def scale(self, factor: float) -> None:
-        scale(self._gradients.totals(), factor)
-
-    def square_norms(self) -> list[float]:
-        return square_norms(self._gradients.totals())
-
     def release(self) -> None:
         return None
-
-
-def scale(chunks: Sequence[torch.Tensor], factor: float) -> None:
-    # Not _foreach_mul_: on CPU it rounds the factor to bfloat16 where the tensors are.
-    for chunk in chunks:
-        chunk.mul_(factor)
-
-
-def square_norms(chunks: Sequence[torch.Tensor]) -> list[float]:
-    """One squared norm for each chunk, so that their sum is the same whoever owns them."""
-    norms = torch._foreach_norm(list(chunks), 2, dtype=torch.float32) if chunks else ()
-    return [norm * norm for norm in torch.stack(list(norms)).tolist()] if norms else []
 
 
 def _move(
