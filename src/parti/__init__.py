@@ -94,9 +94,12 @@ def __getattr__(name: str) -> object:
     elif name in _MODULES:
         value = import_module(f"parti.{name}")
     else:
-        raise AttributeError(
-            f"module 'parti' has no attribute {name!r}; it has {', '.join(__all__)}"
-        )
+        from difflib import get_close_matches
+
+        near = get_close_matches(name, __all__, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(__all__)}"
+        # Without `name` and `obj` the interpreter adds no guess of its own to ours.
+        raise AttributeError(f"module 'parti' has no attribute {name!r}; {hint}")
     globals()[name] = value
     return value
 

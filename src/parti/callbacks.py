@@ -292,6 +292,11 @@ def as_schedule(
     """The schedule to follow; it must move the learning rate of this optimizer."""
     if scheduler is None:
         return NoSchedule()
+    if not isinstance(scheduler, (LRScheduler, Schedule)):
+        raise ConfigError(
+            f"scheduler={scheduler!r}; expected one of torch.optim.lr_scheduler, made from the "
+            "optimizer, or parti.Schedule(scheduler, every=...)."
+        )
     schedule = scheduler if isinstance(scheduler, Schedule) else Schedule(scheduler)
     if schedule.scheduler.optimizer is not optimizer:
         raise ConfigError(

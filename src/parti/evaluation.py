@@ -121,8 +121,15 @@ class LossSum:
         return everywhere.mean()
 
 
-def check_metrics(metrics: Mapping[str, object]) -> None:
+def check_metrics(metrics: Mapping[str, object] | None) -> None:
     """Refuse names that mean something else in a history, and what is not a metric."""
+    if metrics is None:
+        return
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(
+            f"metrics={metrics!r}; expected metrics by name, such as "
+            '{"accuracy": parti.Accuracy()}.'
+        )
     for name, metric in metrics.items():
         if name in _RESERVED or name.startswith("val_"):
             raise ConfigError(

@@ -39,6 +39,8 @@ class Objective:
         self._model = model
         self._forward = forward
         self._wants_outputs = wants_outputs
+        _check_callable(loss, "loss", "nn.CrossEntropyLoss()")
+        _check_callable(forward, "forward", "lambda model, batch: loss(model(batch[0]), batch[1])")
         counted_loss = None if loss is None else counted(loss)
         self._measure = None if counted_loss is None else counted_loss.measure
         self._is_sum = counted_loss is not None and counted_loss.scale is Scale.SUM
@@ -68,10 +70,19 @@ class Objective:
         *inputs, target = parts
         try:
             output = self._model(*inputs)
-        except TypeError as error:
+        except Exception as error:
             _explain(error, self._model, inputs, {}, " and the target, which goes to the loss")
             raise
-        value = self._measure(output, target)
+        try:
+            value = self._measure(output, target)
+        except Exception as error:
+            error.add_note(
+                f"loss= was called with the model's output, {_kind(output)}, and the target, "
+                f"{_kind(target)}. Give data whose targets fit the loss, or the Trainer "
+                f"forward=lambda model, batch: loss(...) if they are to be brought together "
+                f"differently."
+            )
+            raise
         if self._is_sum:
             value = (value, self._share)
         if not self._wants_outputs:
@@ -81,7 +92,7 @@ class Objective:
     def _from_model(self, parts: Sequence[Any], named: Mapping[str, Any]) -> object:
         try:
             result = self._model(*parts, **named)
-        except TypeError as error:
+        except Exception as error:
             _explain(
                 error, self._model, parts, named, "; without loss= all of it goes to the model"
             )
@@ -114,6 +125,13 @@ class Objective:
         )
 
 
+def _check_callable(given: object, name: str, example: str) -> None:
+    if given is None or (callable(given) and not isinstance(given, type)):
+        return
+    what = f"the class {given.__name__}" if isinstance(given, type) else repr(given)
+    raise ConfigError(f"{name} is {what}; expected a function or a module, such as {example}.")
+
+
 def loss_of(result: object) -> object:
     """The loss in what a model returned; None if there is none."""
     if isinstance(result, Forward | Tensor):
@@ -136,15 +154,16 @@ def _detached(value: Any) -> Any:
 
 
 def _explain(
-    error: TypeError,
+    error: Exception,
     model: nn.Module,
     parts: Sequence[Any],
     named: Mapping[str, Any],
     rest: str,
 ) -> None:
-    """Where a call did not fit the model's signature, say what the batch was."""
+    """Say what the model was called with, and where that did not fit its signature."""
     try:
         inspect.signature(model.forward).bind(*parts, **named)
+        error.add_note(f"{type(model).__name__} was called with {_describe(parts, named)}.")
     except TypeError:
         error.add_note(
             f"{type(model).__name__}.forward{inspect.signature(model.forward)} was called with "
@@ -162,7 +181,10 @@ def _describe(parts: Sequence[Any], named: Mapping[str, Any]) -> str:
 
 def _kind(value: object) -> str:
     if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"a tensor of shape {tuple(value.shape)} and type {dtype}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)} ({', '.join(map(_kind, value))})"
     return f"a {type(value).__name__}"
 
 

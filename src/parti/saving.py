@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -133,10 +134,16 @@ def write_weights(path: Path, model: nn.Module) -> None:
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file, under all the names they had."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
     from safetensors.torch import load_file
 
-    tensors = load_file(path)
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"it is damaged or no safetensors file ({error}). Expected a file that trainer.save "
+            "wrote."
+        ) from error
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
     for name, kept in metadata.items():
@@ -183,7 +190,20 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
 
 def read_state(path: Path) -> dict[str, Any]:
     """A training state; or, where the file holds nothing but tensors by name, a model's."""
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"it is not a file of tensors and plain values, which is all that is loaded: "
+            f"{_first_sentence(error)} Expected a file that trainer.save wrote."
+        ) from error
+    except Exception as error:
+        raise CheckpointError(
+            f"it is damaged or no file of torch.save ({type(error).__name__}: "
+            f"{_first_sentence(error)[:-1]}). Expected a file that trainer.save wrote."
+        ) from error
     if isinstance(state, dict) and state.get("format") == STATE_FORMAT:
         return state
     if isinstance(state, dict) and all(isinstance(value, Tensor) for value in state.values()):
@@ -192,6 +212,11 @@ def read_state(path: Path) -> dict[str, Any]:
         f"it holds a {type(state).__name__} that is neither a training state of this version "
         f"({STATE_FORMAT}) nor a model's state_dict."
     )
+
+
+def _first_sentence(error: Exception) -> str:
+    """What torch says, without the advice that follows."""
+    return str(error).split("\n")[0].split(". ")[0].removesuffix(".") + "."
 
 
 def _check_plain(value: object, where: str) -> None:

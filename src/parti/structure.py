@@ -14,8 +14,27 @@ from parti.data.kinds import is_stream
 from parti.errors import ConfigError
 
 
+def check_strategy(strategy: object) -> None:
+    """Refuse what cannot be bound to: a name, or a class in place of a value."""
+    if isinstance(strategy, type):
+        raise ConfigError(
+            f"strategy is the class {strategy.__name__}; make one of it: {strategy.__name__}()."
+        )
+    if not callable(getattr(strategy, "bind", None)):
+        raise ConfigError(
+            f"strategy is {strategy!r}; expected a strategy such as parti.MirroredStrategy(): "
+            "Trainer(strategy, model, optimizer, loss)."
+        )
+
+
 def trained_modules(model: nn.Module, loss: object) -> list[nn.Module]:
     """The modules that hold what is trained: the model, and a loss that has parameters."""
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"{model!r}"
+        raise ConfigError(
+            f"model is {what}; expected a torch.nn.Module: Trainer(strategy, model, optimizer, "
+            "loss)."
+        )
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         return [model, loss]
     return [model]

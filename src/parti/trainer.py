@@ -56,6 +56,7 @@ from parti.structure import (
     check_device,
     check_optimizer,
     check_same_structure,
+    check_strategy,
     joined,
     on_cpu,
     trained_modules,
@@ -109,11 +110,12 @@ class Trainer:
         name: str | None = None,
         run_dir: str | Path | None = None,
     ) -> None:
+        check_strategy(strategy)
+        check_metrics(metrics)
         self._metrics = dict(metrics or {})
-        check_metrics(self._metrics)
         check_callbacks(callbacks)
-        if clip_norm is not None and not clip_norm > 0:
-            raise ConfigError(f"clip_norm={clip_norm}: expected a positive number, or None.")
+        if clip_norm is not None and (not isinstance(clip_norm, (int, float)) or not clip_norm > 0):
+            raise ConfigError(f"clip_norm={clip_norm!r}: expected a positive number, or None.")
         if on_nan not in ("raise", "warn", "ignore"):
             raise ConfigError(f"on_nan={on_nan!r}: expected 'raise', 'warn' or 'ignore'.")
         modules = trained_modules(model, loss)
@@ -174,6 +176,8 @@ class Trainer:
             raise ConfigError(
                 "fit needs an optimizer; construct Trainer(strategy, model, optimizer)."
             )
+        if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
+            raise ConfigError(f"epochs={epochs!r}; expected a whole number from 1 on.")
         if epochs <= self.epoch:
             warnings.warn(
                 f"epochs={epochs} are done already: epochs are counted from the beginning of the "
@@ -196,13 +200,18 @@ class Trainer:
             start=self._position,
         )
 
-        def validate() -> Mapping[str, float]:
-            size = validation_batch_size or feed.batch_size
-            # Cut as finely as the training batches, so that all who train evaluate too.
-            slices = min(feed.num_micro_batches, size)
-            held_out = self._in_order(validation, size, workers, collate, slices)
-            return self._evaluate(held_out, fit.display.validation)
+        size = feed.batch_size if validation_batch_size is None else validation_batch_size
 
+        def held_out() -> Feed:
+            # Cut as finely as the training batches, so that all who train evaluate too.
+            slices = min(feed.num_micro_batches, max(size, 1))
+            return self._in_order(validation, size, workers, collate, slices)
+
+        def validate() -> Mapping[str, float]:
+            return self._evaluate(held_out(), fit.display.validation)
+
+        if validation is not None:
+            held_out()  # what is wrong with it is told now, and not after an epoch
         fit = self._new_fit(feed, epochs, progress, log_every_s)
         return self._fit(fit, feed, None if validation is None else validate)
 
@@ -238,6 +247,11 @@ class Trainer:
     def train_step(self, batch: Batch) -> StepReport:
         """One optimizer update from one global batch, and what follows from it."""
         assert self.optimizer is not None
+        if not isinstance(batch, Batch):
+            raise ConfigError(
+                f"train_step got a {type(batch).__name__}; expected a batch that "
+                "trainer.replica.batches(data, batch_size=...) gives."
+            )
         self._objective.begin(batch.num_micro_batches)
         report = self.replica.step(
             self._objective, batch, optimizer=self.optimizer, clip_norm=self._clip_norm

@@ -239,10 +239,10 @@ class _NoLength:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (5, "a int is not a data set"),
-        ("text", "a str is not a data set"),
-        (None, "a NoneType is not a data set"),
-        (_NoLength(), "a _NoLength is not a data set"),
+        (5, "data of type int is not a data set"),
+        ("text", "data of type str is not a data set"),
+        (None, "data of type NoneType is not a data set"),
+        (_NoLength(), "data of type _NoLength is not a data set"),
         (dict, "the class dict is no data set"),
         ({1, 2}, "a set has no order"),
         ([], "the data set is empty"),

@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from parti.data.collate import Collate
 from parti.data.columns import Columns, columns_of, is_array
+from parti.data.pictures import Pictures
 from parti.data.samples import Samples, Source, Table
 from parti.data.streams import ReadyBatches
 from parti.errors import DataError
@@ -26,7 +27,7 @@ def is_stream(data: Any) -> bool:
     """Whether the data can only be read from its start on."""
     if isinstance(data, (IterableDataset, ReadyBatches)):
         return True
-    if isinstance(data, (str, bytes, type, Mapping, Set)):
+    if isinstance(data, (str, bytes, type, Mapping, Set, Pictures)):
         return False
     if hasattr(data, "__getitem__") or hasattr(data, "tensors"):
         return False
@@ -51,6 +52,8 @@ def source_of(data: Any, *, seed: int, collate: Collate | None) -> Source:
 
 def _columns(data: Any, has_collate: bool) -> Columns | None:
     """The data as columns, where it is held in memory and nothing has to be run to read it."""
+    if isinstance(data, Pictures):
+        raise DataError("this holds the splits 'train' and 'test'; pass one of them: `data.train`.")
     if is_array(data) or isinstance(data, tuple):
         return columns_of(data)
     if isinstance(data, Mapping):
@@ -124,8 +127,8 @@ def _refuse_what_is_no_data_set(data: Any) -> None:
         )
     if isinstance(data, (str, bytes)) or not _is_sized_and_indexed(data):
         raise DataError(
-            f"a {kind} is not a data set. Expected tensors or arrays, an object with __getitem__ "
-            "and __len__, an iterable, or a function that returns one."
+            f"data of type {kind} is not a data set. Expected tensors or arrays, an object with "
+            "__getitem__ and __len__, an iterable, or a function that returns one."
         )
 
 

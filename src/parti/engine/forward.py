@@ -38,6 +38,12 @@ class Weighed:
         `scalar.backward(weight)` without its checks of a gradient that is known to fit, which take
         longer than a small model's backward.
         """
+        if not self.scalar.requires_grad:
+            raise ConfigError(
+                "the loss depends on no trainable parameter, so there is nothing to "
+                "differentiate. Look for .detach(), .item(), argmax or torch.no_grad() between "
+                "model and loss, and for parameters that are all frozen."
+            )
         weight = scalar(self.weight, self.scalar.dtype, self.scalar.device)
         _engine_run_backward(
             (self.scalar,),

@@ -53,6 +53,15 @@ class DataParallel:
             raise ConfigError(f"patience_s={self.patience_s!r}; expected a time above 0 seconds.")
         if self.threads is not None and (not isinstance(self.threads, int) or self.threads < 1):
             raise ConfigError(f"threads={self.threads!r}; expected at least 1, or None.")
+        if not isinstance(self.tuning, Tuning):
+            raise ConfigError(
+                f"tuning={self.tuning!r}; expected parti.Tuning(...), or parti.Tuning.none() to "
+                "turn everything off."
+            )
+        for name in ("exact", "compile"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name}={value!r}; expected True or False.")
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -77,6 +86,15 @@ class DataParallel:
                 )
         if not models:
             raise ConfigError("bind() got no model; expected bind(model, optimizer).")
+        known = {id(p) for model in models for p in model.parameters()}
+        for optimizer in optimizers:
+            steered = [p for group in optimizer.param_groups for p in group["params"]]
+            if known.isdisjoint(map(id, steered)):
+                raise ConfigError(
+                    f"bind() got a {type(optimizer).__name__} whose {len(steered)} parameters all "
+                    "belong to other models. Make the optimizer after the model, from "
+                    "model.parameters(), and bind every model that it trains."
+                )
         return session.bind(self, models, optimizers)
 
     def num_local_processes(self) -> int:

@@ -42,6 +42,7 @@ def enter(strategy: DataParallel) -> None:
     """Make this process one of the job's ranks, or its launcher, which does not come back."""
     place = resolve()
     strategy.check(place)
+    _check_names(strategy.device_names())
     if place.level is Level.HOST:
         count = strategy.num_local_processes()
         if count > 1 or place.num_nodes > 1:
@@ -111,6 +112,24 @@ def _world(place: Place, device: torch.device, patience_s: float) -> World:
 
 def _nobody(topic: str, mine: bytes) -> tuple[bytes, ...]:
     return (mine,)
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """Refuse, before any process starts, a device that this host does not have."""
+    for name in names:
+        try:
+            device = torch.device(name)
+        except (RuntimeError, TypeError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(
+                f"device {name!r} is not known: {reason} Expected a name such as 'cpu' or 'cuda:0'."
+            ) from None
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if device.type == "cuda" and (device.index or 0) >= num_gpus:
+            raise ConfigError(
+                f"device {name!r} is not there: torch {torch.__version__} sees {num_gpus} GPUs on "
+                "this host. Name one that is, or leave the devices out."
+            )
 
 
 def _store(place: Place, patience_s: float) -> KeyValue:
