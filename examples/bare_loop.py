@@ -33,6 +33,6 @@ for batch in replica.batches(digits.train, batch_size=64, epochs=epochs):
     replica.step(loss_of, batch)
 
 # Every process holds the same weights to the last bit, so each may look at them as it likes.
-images, labels = digits.test
+images, labels = (part.to(next(model.parameters()).device) for part in digits.test)
 accuracy = (model(images).argmax(1) == labels).float().mean()
 print(f"accuracy {accuracy:.4f}")

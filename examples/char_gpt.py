@@ -69,7 +69,7 @@ trainer.fit(train_set, batch_size=32, micro_batches=4, epochs=1)
 
 model.eval()
 torch.manual_seed(0)
-written = torch.tensor([list(b"def ")])
+written = torch.tensor([list(b"def ")], device=next(model.parameters()).device)
 with torch.no_grad():
     for _ in range(20 if args.short else 400):
         chances = model(written[:, -context:])[:, -1].softmax(-1)

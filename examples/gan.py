@@ -38,7 +38,7 @@ replica = strategy.bind(generator, critic, g_optimizer, c_optimizer)
 
 
 def drawn(count):
-    return generator(torch.randn(count, 32))
+    return generator(torch.randn(count, 32, device=next(generator.parameters()).device))
 
 
 def critic_loss(images, labels):

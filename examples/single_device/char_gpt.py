@@ -63,7 +63,7 @@ for inputs, targets in DataLoader(train_set, batch_size=32, shuffle=True):
 
 model.eval()
 torch.manual_seed(0)
-written = torch.tensor([list(b"def ")])
+written = torch.tensor([list(b"def ")], device=next(model.parameters()).device)
 with torch.no_grad():
     for _ in range(20 if args.short else 400):
         chances = model(written[:, -context:])[:, -1].softmax(-1)

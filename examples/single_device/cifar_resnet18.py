@@ -75,7 +75,7 @@ class ResNet18(nn.Module):
             # Shift by up to 4 pixels and mirror half of the time, the batch as a whole.
             top, left = torch.randint(9, (2,)).tolist()
             x = F.pad(x, (4, 4, 4, 4))[:, :, top : top + 32, left : left + 32]
-            x = torch.where(torch.rand(len(x), 1, 1, 1) < 0.5, x.flip(3), x)
+            x = torch.where(torch.rand(len(x), 1, 1, 1, device=x.device) < 0.5, x.flip(3), x)
         return self.head(self.blocks(self.stem(x)).mean((2, 3)))
 
 

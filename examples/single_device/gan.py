@@ -32,7 +32,7 @@ c_optimizer = torch.optim.Adam(critic.parameters(), lr=5e-4, betas=(0.5, 0.999))
 
 
 def drawn(count):
-    return generator(torch.randn(count, 32))
+    return generator(torch.randn(count, 32, device=next(generator.parameters()).device))
 
 
 def critic_loss(images, labels):

@@ -84,3 +84,13 @@ def test_runs_when_started_plainly(tmp_path: Path) -> None:
 def test_twin_runs_on_one_device(name: str, tmp_path: Path) -> None:
     output = run(str(EXAMPLES / "single_device" / f"{name}.py"), "--short", cwd=tmp_path)
     assert PRINTS[name] in output
+
+
+def test_the_readmes_program_runs_as_it_stands(tmp_path: Path) -> None:
+    blocks = (ROOT / "README.md").read_text().split("```python\n")
+    script = tmp_path / "train.py"
+    program = blocks[1].split("```")[0]
+    script.write_text(program.replace("epochs=20", "epochs=2"))
+    assert program.count("epochs=20") == 1
+    run("-m", "parti", "run", "-n", "2", str(script), cwd=tmp_path)
+    assert (tmp_path / "digits.safetensors").stat().st_size > 1000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,9 +14,8 @@ Labelled = tuple[torch.Tensor, torch.Tensor]
 """Images [n, 1, height, width], and labels [n] of type int64."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pictures:
-    """Labelled images, split once and for all."""
+class Pictures(NamedTuple):
+    """Labelled images, split once and for all: `train_set, test_set = datasets.digits()`."""
 
     train: Labelled
     test: Labelled

@@ -52,9 +52,12 @@ def enter(strategy: DataParallel) -> None:
                 tuning=ProcessTuning(allocator=strategy.tuning.allocator),
             )
         torch.set_num_threads(strategy.threads or num_cores())
-        return
-    install()
-    torch.set_num_threads(strategy.threads or _share_of_cores(place))
+    else:
+        install()
+        torch.set_num_threads(strategy.threads or _share_of_cores(place))
+    device = _device(strategy, place)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # what the script calls "cuda" is this rank's
 
 
 def seed_everything(seed: int) -> None:
@@ -71,6 +74,7 @@ def bind(
     enter(strategy)
     place = resolve()
     device = _device(strategy, place)
+    _move(models, optimizers, device)
     world = _world(place, device, strategy.patience_s)
     return Replica(
         strategy=strategy,
@@ -148,6 +152,25 @@ def _store(place: Place, patience_s: float) -> KeyValue:
     return TorchStore(host, port, place.job or "", is_host=is_host, patience_s=patience_s)
 
 
+def _move(
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], device: torch.device
+) -> None:
+    """Bring everything to this rank's device. Parameters stay the objects they are, so optimizers
+    made before keep theirs; their state, if they have any, follows."""
+    strange = any(
+        tensor.device != device
+        for model in models
+        for tensor in (*model.parameters(), *model.buffers())
+    )
+    if not strange:
+        return
+    for model in models:
+        model.to(device)
+    for optimizer in optimizers:
+        if optimizer.state:
+            optimizer.load_state_dict(optimizer.state_dict())
+
+
 def _share_of_cores(place: Place) -> int:
     return max(1, num_cores() // (place.local_world_size or 1))
 
@@ -161,7 +184,8 @@ def _device(strategy: DataParallel, place: Place) -> torch.device:
                 f"{strategy} names {len(named)} devices, but this host has "
                 f"{place.local_world_size} processes. Start as many processes as devices."
             )
-        return torch.device(named[mine])
+        device = torch.device(named[mine])
+        return torch.device("cuda", 0) if device == torch.device("cuda") else device
     if torch.cuda.is_available():
         return torch.device("cuda", mine % torch.cuda.device_count())
     return torch.device("cpu")
