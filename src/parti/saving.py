@@ -89,8 +89,11 @@ def read_everywhere(ranks: Ranks, path: Path, read: Callable[[Path], T]) -> T:
 def _reason(error: Exception) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}."
+    cause: BaseException | None = error
+    while cause is not None:  # torch reports a failed write as an error of its own
+        if isinstance(cause, OSError) and cause.strerror:
+            return f"{cause.strerror}."
+        cause = cause.__cause__ or cause.__context__
     return f"{type(error).__name__}: {error}"
 
 
@@ -185,7 +188,9 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
     """A training state, in a form that loads without running any code."""
     for key, value in state.items():
         _check_plain(value, key)
-    torch.save({"format": STATE_FORMAT, **state}, path)
+    # A file of Python's: torch's own says of a full disk "unexpected pos 64 vs 0".
+    with path.open("wb") as file:
+        torch.save({"format": STATE_FORMAT, **state}, file)
 
 
 def read_state(path: Path) -> dict[str, Any]:

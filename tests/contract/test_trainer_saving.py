@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import datetime
 import math
+import resource
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -159,8 +160,8 @@ def test_a_failed_write_is_an_error_on_every_rank_and_leaves_the_old_file(
     path = tmp_path / "state.pt"
     path.write_bytes(b"old")
 
-    def full(state: object, file: Path) -> None:
-        file.write_bytes(b"half")
+    def full(state: object, file: IO[bytes]) -> None:
+        file.write(b"half")
         raise OSError(28, "No space left on device")
 
     def body(strategy: Any) -> str:
@@ -172,6 +173,26 @@ def test_a_failed_write_is_an_error_on_every_rank_and_leaves_the_old_file(
 
     assert set(on_ranks(3, body)) == {f"rank 0 could not write {path}: No space left on device."}
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("state.pt", b"old")]
+
+
+@pytest.mark.parametrize("name", ["state.pt", "weights.safetensors"])
+def test_a_disk_that_fills_up_is_named_as_that(
+    on_ranks: OnRanks, tmp_path: Path, name: str
+) -> None:
+    """A limit on the size of files stands for the disk."""
+
+    def body(strategy: Any) -> None:
+        trainer = _trainer(strategy)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+        try:
+            trainer.save(tmp_path / name)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    with pytest.raises(CheckpointError, match=f"rank 0 could not write .*{name}: .*File too large"):
+        on_ranks(1, body)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_cannot_be_loaded_is_the_same_error_on_every_rank(

@@ -179,6 +179,7 @@ def test_regions_are_zeroed_separate_and_seen_by_all(host: Host) -> None:
         regions = [comm.allocate(size) for size in (0, 1, 4096, 5_000_001)]
         found = [[len(view) for view in region.views] for region in regions]
         found.append([int(view.max()) for region in regions[1:] for view in region.views])
+        comm.exchange(b"")  # all have read the zeros
         for number, region in enumerate(regions[1:]):
             region.mine.fill_(10 * number + comm.index + 1)
         comm.exchange(b"")
@@ -248,7 +249,7 @@ def test_a_killed_rank_is_named_within_a_second(host: Host) -> None:
         assert text.startswith(f"rank {rank}: exchange 3 waited ")
         assert "s for rank 1; " in text
         assert "Last report from rank 1: backward of step 17, " in text
-        assert text.endswith("Its process is gone.")
+        assert "Its process is gone: it was killed, or its script ended before" in text
 
 
 def test_a_rank_that_stays_away_is_named_after_patience(host: Host) -> None:

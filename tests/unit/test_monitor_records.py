@@ -6,6 +6,9 @@ import json
 import math
 from pathlib import Path
 
+import pytest
+
+from parti.errors import ConfigError
 from parti.monitor.header import RunFacts
 from parti.monitor.records import FILE_NAME, NoRecords, RecordFile, StepValues, keep_records
 
@@ -73,3 +76,23 @@ def test_only_rank_0_with_a_directory_keeps_records(tmp_path: Path) -> None:
     records.epoch({})
     records.end("")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_to_is_told_before_training(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).symlink_to("/dev/full")
+    with pytest.raises(ConfigError, match=r"run_dir='.*': records\.jsonl cannot .*: No space left"):
+        keep_records(tmp_path, is_chief=True).begin(FACTS)
+    with pytest.raises(ConfigError, match="Choose another directory, or leave run_dir out"):
+        keep_records(tmp_path / FILE_NAME, is_chief=True).begin(FACTS)
+
+
+def test_a_disk_that_fills_up_is_told_once_and_does_not_stop_the_training(tmp_path: Path) -> None:
+    records = keep_records(tmp_path, is_chief=True)
+    records.begin(FACTS)
+    (tmp_path / FILE_NAME).unlink()
+    (tmp_path / FILE_NAME).symlink_to("/dev/full")
+    with pytest.warns(RuntimeWarning, match="No space left on device.: training goes on"):
+        records.epoch({"epoch": 1})
+    records.step(_step(0))
+    records.epoch({"epoch": 2})
+    records.end("all epochs done")

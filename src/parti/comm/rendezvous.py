@@ -95,11 +95,17 @@ class TorchStore:
                 timeout=timedelta(seconds=patience_s),
             )
         except RuntimeError as error:
-            what = "open" if is_host else "reach"
-            raise CommError(
-                f"cannot {what} the store at {host}:{port}: {str(error).splitlines()[0]} "
-                "Check the address, or set MASTER_PORT to a free port."
-            ) from error
+            reason = str(error).splitlines()[0].removesuffix(".")
+            if is_host:
+                fact = f"rank 0 cannot open the store at port {port}: {reason}."
+                remedy = "Set MASTER_PORT to a free port, the same for every rank."
+            else:
+                fact = f"cannot reach rank 0's store at {host}:{port}: {reason}."
+                remedy = (
+                    "See that rank 0 was started, and that MASTER_ADDR and MASTER_PORT are its "
+                    "host and port; raise `patience_s` if it is still loading."
+                )
+            raise CommError(f"{fact} {remedy}") from error
         self._store = PrefixStore(f"parti/{job}", store)
 
     def set(self, key: str, value: bytes) -> None:

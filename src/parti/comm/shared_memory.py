@@ -225,7 +225,10 @@ class SharedMemory:
             missing=[self._sight(i) for i in dead or missing],
         )
         if dead:
-            raise PeerLost(f"{sentence} Its process is gone.")
+            raise PeerLost(
+                f"{sentence} Its process is gone: it was killed, or its script ended before that "
+                "of the others."
+            )
         raise CommTimeout(f"{sentence} Raise `patience_s` if this is expected.")
 
     def _sight(self, i: int) -> Sighting:

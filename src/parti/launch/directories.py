@@ -125,7 +125,8 @@ def create_run_directory(runs_dir: Path, name: str, *, chosen_by_user: bool) -> 
     except OSError as error:
         raise ConfigError(
             f"cannot write the run's logs to {runs_dir.absolute() / name}: {error.strerror}; "
-            "choose another place with --runs-dir (or runs_dir=)"
+            "start in a directory that can be written to, or choose another place with "
+            "`parti run --runs-dir DIR` (or launch(..., runs_dir=DIR))"
         ) from error
     _point_latest_to(path)
     return path

@@ -6,17 +6,20 @@
     {"kind": "end", ...}     why and when it ended
 
 NaN and infinities are written as null. The training loop only appends a tuple; lines are made about
-once a second. A file is added to, never overwritten: a resumed run goes on where it was.
+once a second. A file is added to, never overwritten: a resumed run goes on where it was. A place
+that cannot be written to is told before training; a disk that fills up later does not stop it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+from parti.errors import ConfigError
 from parti.monitor.header import RunFacts
 
 FILE_NAME = "records.jsonl"
@@ -72,15 +75,25 @@ class RecordFile:
         self._path = path
         self._steps: list[StepValues] = []
         self._due = 0.0
+        self._is_given_up = False
         import msgspec  # only where records are kept
 
         self._encoder = msgspec.json.Encoder()
 
     def begin(self, facts: RunFacts) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._write([{"kind": "run", "time": time.time(), **dataclasses.asdict(facts)}])
+        record = {"kind": "run", "time": time.time(), **dataclasses.asdict(facts)}
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._append([record])
+        except OSError as error:
+            raise ConfigError(
+                f"run_dir={str(self._path.parent)!r}: {FILE_NAME} cannot be written there: "
+                f"{error.strerror}. Choose another directory, or leave run_dir out."
+            ) from error
 
     def step(self, values: StepValues) -> None:
+        if self._is_given_up:
+            return
         self._steps.append(values)
         if time.perf_counter() >= self._due:
             self._write([])
@@ -92,14 +105,28 @@ class RecordFile:
         self._write([{"kind": "end", "time": time.time(), "reason": reason}])
 
     def _write(self, others: list[dict[str, object]]) -> None:
-        steps = [
+        steps: list[dict[str, object]] = [
             {"kind": "step", **dict(zip(_STEP_NAMES, values, strict=True))}
             for values in self._steps
         ]
         self._steps.clear()
-        with self._path.open("ab") as file:
-            file.write(self._encoder.encode_lines([*steps, *others]))
+        if self._is_given_up:
+            return
+        try:
+            self._append([*steps, *others])
+        except OSError as error:
+            self._is_given_up = True
+            warnings.warn(
+                f"{self._path} cannot be written ({error.strerror}): training goes on, steps and "
+                "epochs from here on are not recorded.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _append(self, records: list[dict[str, object]]) -> None:
         self._due = time.perf_counter() + _FLUSH_S
+        with self._path.open("ab") as file:
+            file.write(self._encoder.encode_lines(records))
 
 
 def keep_records(run_dir: Path | None, *, is_chief: bool) -> Records:
