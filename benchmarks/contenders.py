@@ -25,6 +25,10 @@ def all_contenders(peers: Path = PEERS, processes: int = 2) -> dict[str, Contend
     contenders = (
         Contender(name="twin", title="twin, no communication", script="peers/twin.py"),
         Contender(
+            name="lockstep", title="twin that waits at every step", script="peers/twin.py",
+            arguments=("--lockstep",),
+        ),
+        Contender(
             name="parti", title="Parti", script="peers/with_parti.py",
             launcher=("-m", "parti", "run", "-n", str(processes)),
         ),

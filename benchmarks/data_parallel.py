@@ -23,7 +23,7 @@ from models import WORKLOADS, Workload
 from results import Results, Setting, markdown, save, show_failures, times
 
 DEFAULT_CONTENDERS = (
-    "twin", "parti", "raw_ddp", "default_ddp", "accelerate", "fabric",
+    "twin", "lockstep", "parti", "raw_ddp", "default_ddp", "accelerate", "fabric",
     "tf_mirrored", "tf_mirrored_whole", "tf_multi_worker",
 )  # fmt: skip
 
@@ -71,7 +71,7 @@ def table(results: list[Results], tuning: str) -> str:
             speed = result.samples_per_s(name)
             if speed is None:
                 if name in result.failures:
-                    rows.append((WORKLOADS[model].title, title, "did not run", "–", "–"))
+                    rows.append((WORKLOADS[model].title, title, "did not run", "–", "–", "–"))
                 continue
             goals = GOALS[model] if name == "parti" and tuning == "same" else {}
             rows.append(
@@ -79,9 +79,11 @@ def table(results: list[Results], tuning: str) -> str:
                     WORKLOADS[model].title, title, f"{speed:,.0f}",
                     times(result.ratio(name, "twin"), goals.get("twin")),
                     times(result.ratio(name, "raw_ddp"), goals.get("raw_ddp")),
+                    times(result.ratio(name, "lockstep")),
                 )
             )  # fmt: skip
-    return markdown(("model", "contender", "samples/s", "to the twin", "to raw DDP"), rows)
+    headings = ("model", "contender", "samples/s", "to the twin", "to raw DDP", "to waiting twin")
+    return markdown(headings, rows)
 
 
 def main() -> None:

@@ -112,8 +112,8 @@ class Running:
         self.contender, self.setting = contender, setting
         self.directory = Path(tempfile.mkdtemp(prefix="parti-bench-"))
         self.world_size = 1 if contender.single else setting.processes
-        meeting = self.directory / "meeting"
-        meeting.write_bytes(bytes(64 * self.world_size))
+        for name in ("meeting", "lockstep"):
+            (self.directory / name).write_bytes(bytes(64 * self.world_size))
         names = ("reports", *(f"turns-{rank}" for rank in range(self.world_size)))
         for name in names:
             os.mkfifo(self.directory / name)
