@@ -1,4 +1,5 @@
-"""What `parti.cluster.resolve()` says inside a real Slurm with two nodes; run.sh provides it.
+"""Parti inside a real Slurm with two nodes, which run.sh provides: what `parti.cluster.resolve()`
+says in every kind of step, and that a training has the same bits in each.
 
     check.py DIRECTORY [--record TO]
 
@@ -22,6 +23,24 @@ from parti.cluster import expand_hostlist
 
 TASK = Path(__file__).with_name("task.py")
 TIMEOUT_S = 60.0
+TRAINING = """
+import torch, parti
+from torch import nn
+from torch.nn import functional as F
+from parti.testing import fingerprint
+
+strategy = parti.MultiWorkerMirroredStrategy(threads=1)
+with strategy.scope():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Dropout(0.2), nn.Linear(32, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+replica = strategy.bind(model, optimizer)
+images, labels = parti.datasets.digits().train
+for batch in replica.batches((images[:200], labels[:200]), batch_size=48, micro_batches=4):
+    report = replica.step(lambda x, y: F.cross_entropy(model(x), y), batch)
+facts = replica.facts()
+if replica.is_chief:
+    print("trained", facts["processes"], facts["hosts"], fingerprint(model, optimizer), report.loss)
+"""
 # What this script itself was started with must not reach the jobs.
 CLEAN = {
     name: value
@@ -78,6 +97,26 @@ class Cluster:
             raise AssertionError(f"{shlex.join(words)}\n{done.stdout}{done.stderr}")
         found = [json.loads(file.read_text()) for file in reports.glob("*.json")]
         return sorted(found, key=lambda report: (int(report["procid"]), report["pid"]))
+
+    def training(self, *command: str) -> tuple[int, int, str]:
+        """Train under `command`: the processes, the hosts, and the bits that came out."""
+        self.runs += 1
+        script = self.directory / "train.py"
+        script.write_text(TRAINING)
+        done = subprocess.run(
+            [*command, str(script)],
+            env=CLEAN,
+            cwd=self.directory,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        found = [line.split(maxsplit=3) for line in done.stdout.splitlines() if "trained" in line]
+        if done.returncode or len(found) != 1:
+            raise AssertionError(f"{shlex.join(command)}\n{done.stdout}{done.stderr}")
+        _, processes, hosts, bits = found[0]
+        return int(processes), int(hosts), bits
 
     def script(self, *lines: str) -> str:
         """A batch script of `lines`."""
@@ -222,6 +261,24 @@ def host_lists() -> None:
         assert expand_hostlist(text) == tuple(theirs.stdout.split()), (text, theirs.stdout)
 
 
+def trainings(cluster: Cluster) -> None:
+    """Hosts and ranks under srun train to the bits of one process."""
+    run = (sys.executable, "-m", "parti", "run")
+    alone = cluster.training(*run, "-n", "1")
+    assert alone[:2] == (1, 1), alone
+    ways = {
+        "a supervisor on each node": (("srun", "-N2", "-n2", *run, "-n", "2"), (4, 2)),
+        "python on each node": (("srun", "-N2", "-n2", sys.executable), None),
+        "a rank for each task": (("srun", "-N2", "-n3", sys.executable), (3, 2)),
+        "ranks on one node": (("srun", "-N1", "-n2", sys.executable), (2, 1)),
+    }
+    for name, (command, world) in ways.items():
+        found = cluster.training(*command)
+        assert world is None or found[:2] == world, found
+        assert found[2] == alone[2], f"{name}: {found}, not {alone}"
+        print(f"slurm: {name}: processes {found[0]}, hosts {found[1]}, the bits of one")
+
+
 def record(directory: Path, name: str, reports: list[dict[str, Any]]) -> None:
     """Keep the environment of the last task, without what belongs to this machine."""
     scratch = ("SLURM_CONF", "SLURM_SUBMIT_DIR", "SLURM_WORKING_CLUSTER", "SLURM_SUBMIT_HOST")
@@ -244,6 +301,7 @@ def main() -> None:
         print(f"slurm: {check.__name__.replace('_', ' ')}: {(check.__doc__ or '').strip()}")
         if arguments.record:
             record(arguments.record, check.__name__, reports)
+    trainings(cluster)
 
 
 if __name__ == "__main__":
