@@ -1,4 +1,4 @@
-"""The classic tutorial's network on MNIST, 99 % in three epochs: `python examples/mnist_cnn.py`.
+"""The classic tutorial's network on MNIST, 99 % in six epochs: `python examples/mnist_cnn.py`.
 
 Its single-device twin is single_device/mnist_cnn.py; four lines differ.
 """
@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import parti
+from parti import Accuracy, Trainer
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--short", action="store_true", help="one epoch over small digits, for a test")
 short = parser.parse_args().short
-epochs = 1 if short else 3
+epochs = 1 if short else 6
 
 
 def enlarged_digits():
@@ -34,7 +35,7 @@ except parti.DataError as error:
 
 strategy = parti.MirroredStrategy()
 with strategy.scope():
-    model = nn.Sequential(
+    net = nn.Sequential(
         nn.Conv2d(1, 32, 3),
         nn.ReLU(),
         nn.MaxPool2d(2),
@@ -44,8 +45,9 @@ with strategy.scope():
         nn.Flatten(),
         nn.Linear(64 * 5 * 5, 10),
     )
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.Adam(net.parameters(), lr=2e-3)
 loss = nn.CrossEntropyLoss()
+decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
 
-trainer = parti.Trainer(strategy, model, optimizer, loss, metrics={"accuracy": parti.Accuracy()})
-trainer.fit(mnist.train, batch_size=128, epochs=epochs, validation=mnist.test)
+trainer = Trainer(strategy, net, optimizer, loss, scheduler=decay, metrics={"accuracy": Accuracy()})
+trainer.fit(mnist.train, batch_size=64, epochs=epochs, validation=mnist.test)

@@ -12,7 +12,7 @@ import parti
 parser = argparse.ArgumentParser()
 parser.add_argument("--short", action="store_true", help="one epoch over small digits, for a test")
 short = parser.parse_args().short
-epochs = 1 if short else 3
+epochs = 1 if short else 6
 
 
 def enlarged_digits():
@@ -30,7 +30,7 @@ except parti.DataError as error:
     print(f"{error}\nGoing on with the small digits that come with Parti, enlarged.")
     mnist = enlarged_digits()
 
-model = nn.Sequential(
+net = nn.Sequential(
     nn.Conv2d(1, 32, 3),
     nn.ReLU(),
     nn.MaxPool2d(2),
@@ -40,17 +40,19 @@ model = nn.Sequential(
     nn.Flatten(),
     nn.Linear(64 * 5 * 5, 10),
 )
-optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+optimizer = torch.optim.Adam(net.parameters(), lr=2e-3)
 loss = nn.CrossEntropyLoss()
+decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
 
 train, test = (TensorDataset(*each) for each in (mnist.train, mnist.test))
 for _ in range(epochs):
-    model.train()
-    for images, labels in DataLoader(train, batch_size=128, shuffle=True):
+    net.train()
+    for images, labels in DataLoader(train, batch_size=64, shuffle=True):
         optimizer.zero_grad()
-        loss(model(images), labels).backward()
+        loss(net(images), labels).backward()
         optimizer.step()
-    model.eval()
+    decay.step()
+    net.eval()
     with torch.no_grad():
-        right = [model(x).argmax(1) == y for x, y in DataLoader(test, batch_size=128)]
+        right = [net(x).argmax(1) == y for x, y in DataLoader(test, batch_size=128)]
     print(f"accuracy {torch.cat(right).float().mean():.4f}")
