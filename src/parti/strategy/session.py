@@ -26,9 +26,6 @@ from parti.engine.transforms.precision import forward_context
 from parti.engine.tuning import apply
 from parti.errors import ConfigError
 from parti.launch.devices import num_cores
-from parti.launch.environment import ProcessTuning
-from parti.launch.rerun import ensure
-from parti.launch.store import connect as connect_store
 from parti.launch.worker import install
 
 if TYPE_CHECKING:
@@ -46,6 +43,10 @@ def enter(strategy: DataParallel) -> None:
     if place.level is Level.HOST:
         count = strategy.num_local_processes()
         if count > 1 or place.num_nodes > 1:
+            # Here, as workers and single processes are quicker to start without the supervisor.
+            from parti.launch.environment import ProcessTuning
+            from parti.launch.rerun import ensure
+
             ensure(
                 count,
                 threads=strategy.threads,
@@ -146,6 +147,8 @@ def _store(place: Place, patience_s: float) -> KeyValue:
     if parts.scheme == "file":
         return Directory(Path(parts.path))
     if place.origin is Origin.PARTI:
+        from parti.launch.store import connect as connect_store
+
         return connect_store(place.rendezvous)
     host, port = split_address(place.rendezvous)
     is_host = place.rank == 0 and not place.store_is_served
