@@ -53,11 +53,13 @@ class _Hook:
     ) -> bool:
         at_s = time.monotonic()
         lines = traceback.format_exception(kind, error, trace)
-        last_line = traceback.format_exception_only(kind, error)[-1].strip()
+        bare = traceback.TracebackException(kind, error, None)
+        bare.__notes__ = None
+        last_words = list(bare.format_exception_only())[-1].strip()
         content = {
             "rank": self._rank,
             "at_s": at_s,
-            "summary": last_line.removeprefix("parti.errors.")[:_MAX_SUMMARY_LENGTH],
+            "summary": _first_line(last_words).removeprefix("parti.errors."),
             "traceback": "".join(lines),
             "is_consequence": _blames_a_peer(error),
             "is_printed": is_printed,
@@ -67,6 +69,10 @@ class _Hook:
         except OSError:
             return False
         return True
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0][:_MAX_SUMMARY_LENGTH]
 
 
 def _blames_a_peer(error: BaseException) -> bool:

@@ -92,6 +92,28 @@ def test_only_the_cause_is_shown_in_full(bench: Bench, hub: Hub) -> None:
     assert (out + err).count("Traceback (most recent call last)") == 1
 
 
+def test_a_report_is_summed_up_without_notes(bench: Bench) -> None:
+    """Notes come last where a traceback is printed; the line that is folded is the error's own."""
+    bench.write(
+        "script.py",
+        """
+import os
+os.makedirs("failures")
+os.environ |= {"PARTI_RANK": "3", "PARTI_HOST_DIR": os.getcwd()}
+import parti.launch
+parti.launch.install()
+error = ValueError("the first line\\nand the second")
+error.add_note("a note")
+raise error
+""",
+    )
+    code, _, _ = bench.finish(bench.python("script.py"))
+    assert code == 1
+    report = json.loads((bench.directory / "failures" / "3.json").read_text())
+    assert report["summary"] == "ValueError: the first line"
+    assert "a note" in report["traceback"]
+
+
 def test_rank_0s_own_traceback_is_shown_once(bench: Bench) -> None:
     script = """
         import parti.launch
