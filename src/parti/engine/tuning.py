@@ -74,22 +74,24 @@ class Applied:
 
         One rank decides for all: the one that computes micro-batch 0, so that the decision is the
         same for any number of ranks. If it says no, every rank takes its changes off, puts the
-        buffers back (`rewind`) and computes again. `exchange` gives everyone's bytes to everyone.
+        buffers back (`rewind`) and computes again. So they do if any rank's step raises, perhaps in
+        code around the models; an error of the user's comes again without the changes. `exchange`
+        gives everyone's bytes to everyone.
         """
         check = self.check
         if check is None:
             return compute()
         if decides and not check.listening:
             check.listen()
-        failure: Exception | None = None
+        failed = False
         try:
             result = compute()
         except Exception as error:
-            if decides and check.complaint is None:
-                raise
-            failure = error  # perhaps our doing: the rank that decides knows
+            failed = True
+            check.complaint = check.complaint or f"the step raised {type(error).__name__}: {error}"
         verdict = _WRONG if check.complaint else _NOT_SEEN if check.listening else _FINE
-        said = [each for each in exchange(_pack(decides, verdict, check.complaint)) if each]
+        mine = _pack(decides or failed, verdict, check.complaint)
+        said = sorted(filter(None, exchange(mine)), key=lambda each: each[:1] != _WRONG)
         verdict, complaint = (said[0][:1], said[0][1:].decode()) if said else (_NOT_SEEN, "")
         self._steps_waited += 1
         if verdict != _NOT_SEEN or self._steps_waited == _STEPS_TO_WAIT:
@@ -99,8 +101,6 @@ class Applied:
             self._take_off(complaint)
             rewind()
             return compute()
-        if failure is not None:
-            raise failure
         return result
 
     def _take_off(self, complaint: str) -> None:
@@ -183,5 +183,5 @@ def change_models(
     return tuple(changes)
 
 
-def _pack(decides: bool, verdict: bytes, complaint: str | None) -> bytes:
-    return verdict + (complaint or "").encode() if decides else b""
+def _pack(speaks: bool, verdict: bytes, complaint: str | None) -> bytes:
+    return verdict + (complaint or "").encode() if speaks else b""

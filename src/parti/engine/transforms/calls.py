@@ -42,7 +42,16 @@ def viewed(tensor: Any, /, *shape: Any, **kwargs: Any) -> Any:
     except RuntimeError:
         if tensor.is_contiguous() or tensor.dim() != 4:
             raise
-        return tensor.reshape(*shape, **kwargs)
+        return tensor.contiguous().view(*shape, **kwargs)
+
+
+def is_image(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in channels-last order, and in no other."""
+    return (
+        tensor.dim() == 4
+        and not tensor.is_contiguous()
+        and tensor.is_contiguous(memory_format=torch.channels_last)
+    )
 
 
 def image_ends(tensor: Any) -> Any:
@@ -53,10 +62,8 @@ def image_ends(tensor: Any) -> Any:
     """
     if (
         isinstance(tensor, torch.Tensor)
-        and tensor.requires_grad
-        and tensor.dim() == 4
-        and not tensor.is_contiguous()
-        and tensor.is_contiguous(memory_format=torch.channels_last)
+        and tensor.grad_fn is not None  # a leaf would keep the hook, and get another every time
+        and is_image(tensor)
     ):
         tensor.register_hook(_to_channels_last)  # type: ignore[no-untyped-call]
     return tensor
@@ -100,6 +107,8 @@ def hand_over_calls(module: nn.Module, methods: Sequence[str], *, images: bool) 
         exchanged += rewriter.num_exchanged
         minds = minds or rewriter.minds_order
         if made is not None:
+            # The name in the class, under which a pickled module finds its class's own method.
+            made.__name__ = name
             patches.append(Patch(module, name, made))
     return Rewriting(tuple(patches), exchanged, minds)
 

@@ -1,8 +1,8 @@
 """A change to living modules that can be put on and taken off again.
 
 Only attributes of instances are touched. Parameters, buffers, the class of a module and the keys
-of its state stay what they are; a copy or a pickle of a changed module works, because a patch is a
-bound method under the name of the method that it stands before.
+of its state stay what they are. A deep copy of a changed module is changed, a pickle of it is not,
+because a patch is a bound method under the name of the method that it stands before.
 """
 
 from __future__ import annotations
@@ -36,10 +36,13 @@ class Patch:
     function: Callable[..., Any]
 
     def on(self) -> None:
-        self.module.__dict__[self.name] = MethodType(self.function, self.module)
+        if not is_replaced(self.module, self.name):
+            self.module.__dict__[self.name] = MethodType(self.function, self.module)
 
     def off(self) -> None:
-        self.module.__dict__.pop(self.name, None)
+        # What the user has put there since is the user's.
+        if getattr(self.module.__dict__.get(self.name), "__func__", None) is self.function:
+            del self.module.__dict__[self.name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +77,15 @@ def is_plain(module: nn.Module, kind: type[_Module]) -> TypeGuard[_Module]:
     return (
         isinstance(module, kind)
         and type(module).forward is kind.forward
-        and "forward" not in module.__dict__
+        and not is_replaced(module, "forward")
     )
+
+
+def is_replaced(module: nn.Module, name: str) -> bool:
+    """Whether this instance has a method of its own in place of its class's. One that was pickled
+    while changed has its class's own, bound to itself."""
+    own = module.__dict__.get(name)
+    return own is not None and getattr(own, "__func__", None) is not getattr(type(module), name)
 
 
 def is_hookless(module: nn.Module) -> bool:

@@ -5,6 +5,7 @@ pixel lie together. Only activations change their order: each convolution takes 
 channels-last, and what follows keeps it. Weights stay as they are. oneDNN reorders them in either
 case, and weights in another order have a price that users pay: `safetensors` and `.view(-1)` refuse
 them, and fused optimizers on CPU silently mix up elements where state and weight differ in order.
+What leaves a model is put back in the default order, for the same reason.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
-from parti.engine.transforms.calls import image_ends
+from parti.engine.transforms.calls import image_ends, is_image
 from parti.engine.transforms.change import Change, Effect, Patch, each_module, is_plain
 
 
@@ -30,6 +32,7 @@ def lay_out_channels_last(models: Sequence[nn.Module]) -> Change | None:
         for kind, function in _OTHERS.items():
             if is_plain(module, kind):
                 patches.append(Patch(module, "forward", function))
+    patches += [Patch(each, "_call_impl", call_impl) for each in models]
     number = len(convolutions)
     return Change(
         note=f"channels_last ({number} convolution{'s' * (number != 1)})",
@@ -76,6 +79,16 @@ def adaptive_avg_pool2d_forward(self: nn.AdaptiveAvgPool2d, input: Any) -> Any:
     return nn.AdaptiveAvgPool2d.forward(self, image_ends(input))
 
 
+def call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A call of a whole model."""
+    result = type(self)._call_impl(self, *args, **kwargs)  # type: ignore[no-untyped-call]
+    return tree_map_only(torch.Tensor, in_default_order, result)
+
+
+def in_default_order(tensor: torch.Tensor) -> torch.Tensor:
+    return image_ends(tensor).contiguous() if is_image(tensor) else tensor
+
+
 _OTHERS: dict[type[nn.Module], Any] = {
     nn.ConvTranspose2d: conv_transpose2d_forward,
     nn.Flatten: flatten_forward,
@@ -85,3 +98,4 @@ _OTHERS: dict[type[nn.Module], Any] = {
 # A pickled module finds its class's own method under this name.
 for _function in (conv2d_forward, *_OTHERS.values()):
     _function.__name__ = "forward"
+call_impl.__name__ = "_call_impl"

@@ -2,8 +2,9 @@
 
 A listener on each model takes the first training call's inputs and runs the model three more times
 without gradients: as it is, with only the changes that must keep every value, and as the user wrote
-it. The first and the last may differ by rounding, the other two not at all. Random states and
-buffers are put back, so the call itself goes on as if nothing had happened.
+it. The first and the last may differ by rounding, the other two not at all. Each run gets a copy of
+the inputs, random states and buffers are put back, so the call itself goes on as if nothing had
+happened.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from parti.engine.transforms.change import Change, Effect
@@ -41,8 +42,9 @@ class FirstBatchCheck:
 
     def listen(self) -> None:
         for model in self._models:
+            # Behind the user's own hooks, which may prepare the inputs.
             self._handles[id(model)] = model.register_forward_pre_hook(
-                self._on_call, with_kwargs=True, prepend=True
+                self._on_call, with_kwargs=True
             )
 
     def stop(self) -> None:
@@ -55,12 +57,19 @@ class FirstBatchCheck:
             return
         self._handles.pop(id(model)).remove()
         rewind = _Rewind(model)
+
+        def forward() -> Any:
+            inputs, named = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+            return model.forward(*inputs, **named)
+
         with torch.no_grad(), _WithoutDropout():
-            complaint = self._compare(lambda: model.forward(*args, **kwargs), rewind)
+            complaint = self._compare(model, forward, rewind)
         rewind()
         self.complaint = self.complaint or complaint
 
-    def _compare(self, forward: Callable[[], Any], rewind: Callable[[], None]) -> str | None:
+    def _compare(
+        self, model: nn.Module, forward: Callable[[], Any], rewind: Callable[[], None]
+    ) -> str | None:
         """Leaves the changes on, or if something differs, off."""
         try:
             changed = _outputs(forward)
@@ -73,7 +82,7 @@ class FirstBatchCheck:
         self._off(*Effect)
         rewind()
         original = _outputs(forward)
-        complaint = _difference(changed, equal, original)
+        complaint = _difference(changed, equal, original, _tolerance(model, original))
         if complaint is None:
             for change in self._changes:
                 change.on()
@@ -86,14 +95,28 @@ class FirstBatchCheck:
 
 
 def _difference(
-    changed: Sequence[torch.Tensor], equal: Sequence[torch.Tensor], original: Sequence[torch.Tensor]
+    changed: Sequence[torch.Tensor],
+    equal: Sequence[torch.Tensor],
+    original: Sequence[torch.Tensor],
+    tolerance: float,
 ) -> str | None:
     if not _same_shapes(changed, original) or not _same_shapes(equal, original):
         return "the outputs have other shapes or types"
     if not all(_equal(a, b) for a, b in zip(equal, original, strict=True)):
         return "exchanged operations gave other values"
     worst = max((_distance(a, b) for a, b in zip(changed, original, strict=True)), default=0.0)
-    return f"the outputs differ {worst:.3g} times as much as allowed" if not worst <= 1 else None
+    if worst <= tolerance:
+        return None
+    return f"the outputs differ {worst / tolerance:.3g} times as much as allowed"
+
+
+def _tolerance(model: nn.Module, outputs: Sequence[torch.Tensor]) -> float:
+    """By the coarsest type that the model computes in, whatever it converts its outputs to."""
+    kinds = {each.dtype for each in (*model.parameters(), *outputs)}
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            kinds.add(torch.get_autocast_dtype(device))
+    return max((TOLERANCE[kind] for kind in kinds if kind in TOLERANCE), default=1e-3)
 
 
 class _Rewind:
@@ -121,6 +144,17 @@ class _Rewind:
             torch.cuda.set_rng_state_all(self._random_cuda)
 
 
+_DROPOUTS = (
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    torch.dropout,
+)
+
+
 class _WithoutDropout(TorchFunctionMode):
     """Which elements are dropped follows their order in memory, and would hide what is compared."""
 
@@ -131,13 +165,16 @@ class _WithoutDropout(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout):
+        if func in _DROPOUTS:
             return args[0] if args else (kwargs or {})["input"]
         return func(*args, **(kwargs or {}))
 
 
 def _outputs(forward: Callable[[], Any]) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(forward()) if isinstance(leaf, torch.Tensor)]
+    leaves = tree_leaves(forward())
+    # What is no tree may be an object that holds tensors, such as a distribution.
+    leaves += [leaf for each in leaves for leaf in tree_leaves(getattr(each, "__dict__", None))]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _same_shapes(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
@@ -151,13 +188,11 @@ def _equal(some: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _distance(some: torch.Tensor, other: torch.Tensor) -> float:
-    """How far apart, as a multiple of what rounding may do."""
+    """The norm of the difference, relative to the norm of what it should be."""
     if not some.is_floating_point():
         return 0.0 if torch.equal(some, other) else float("inf")
     finite = some.isfinite() & other.isfinite()
     if not torch.equal(some.isfinite(), other.isfinite()):
         return float("inf")
     a, b = some[finite].double(), other[finite].double()
-    difference = float((a - b).norm())
-    allowed = TOLERANCE.get(some.dtype, 1e-3) * float(b.norm())
-    return difference / max(allowed, 1e-30)
+    return float((a - b).norm()) / max(float(b.norm()), 1e-30)

@@ -4,7 +4,7 @@ On AMD processors MKL uses half the width of the vector units that AVX-512 proce
 uses all of it, in the forward product and in both products of backward. Nothing is rounded to
 another type on the way: oneDNN's operator is called with its default, strict fp32, unlike
 `torch.set_float32_matmul_precision("medium")`, which allows bfloat16 where the processor has it.
-See docs/decisions/fast-fp32-products.md.
+See docs/decisions/0006-fast-fp32-products.md.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ def route_products(models: Sequence[nn.Module]) -> Change | None:
     patches = []
     num_linear = num_attention = 0
     for module in each_module(models):
+        if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+            continue  # attention's own last projection, which it never calls
         if is_plain(module, nn.Linear) and _is_large(module.weight):
             patches.append(Patch(module, "forward", linear_forward))
             num_linear += 1
@@ -141,6 +143,9 @@ def _gradient_of_weight(gradient: torch.Tensor, input: torch.Tensor) -> torch.Te
 
 
 def _product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if not (weight.is_contiguous() or weight.t().is_contiguous()):
+        # With gaps in its second operand, such as a slice, oneDNN takes a path of plain loops.
+        weight = weight.contiguous()
     result: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(
         input, weight, bias, "none", [], None
     )

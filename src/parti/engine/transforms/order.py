@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from torch import nn
 
 from parti.engine.transforms.calls import hand_over_calls
-from parti.engine.transforms.change import Change, Effect, Patch, each_module, is_plain
+from parti.engine.transforms.change import (
+    Change,
+    Effect,
+    Patch,
+    each_module,
+    is_plain,
+    is_replaced,
+)
 from parti.engine.transforms.pool_order import pairs_in, sequential_forward
 
 
@@ -57,4 +64,4 @@ def own_methods(module: nn.Module) -> tuple[str, ...]:
         for name, value in vars(kind).items():
             if inspect.isfunction(value) and not name.startswith("__"):
                 names[name] = None
-    return tuple(name for name in names if name not in module.__dict__)
+    return tuple(name for name in names if not is_replaced(module, name))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import dis
 import inspect
-import textwrap
 from collections.abc import Callable, Mapping
 from types import CellType, CodeType, FunctionType
 from typing import Any
@@ -27,24 +26,26 @@ def parsed(function: Callable[..., Any]) -> ast.FunctionDef | None:
         return None
     try:
         lines, first = inspect.getsourcelines(function)
-        body = ast.parse(textwrap.dedent("".join(lines))).body
+        # Indented lines stay so, in a block: columns are the user's, and strings are whole.
+        block = "if True:" if lines[0][:1].isspace() else ""
+        body = ast.parse(block + "\n" + "".join(lines)).body
     except (OSError, TypeError, SyntaxError, ValueError):
         return None
+    if block and isinstance(body[0], ast.If):
+        body = body[0].body
     if len(body) != 1 or not isinstance(body[0], ast.FunctionDef):
         return None
     tree = body[0]
     if tree.decorator_list or tree.name != function.__name__ or _has_private_names(tree):
         return None
     # Defaults are taken from the function itself; annotations were evaluated long ago.
-    for default in tree.args.defaults:
-        ast.copy_location(default, tree)
     tree.args.defaults = [ast.Constant(None) for _ in tree.args.defaults]
     tree.args.kw_defaults = [d and ast.Constant(None) for d in tree.args.kw_defaults]
     tree.returns = None
     for argument in ast.walk(tree.args):
         if isinstance(argument, ast.arg):
             argument.annotation = None
-    ast.increment_lineno(tree, first - 1)
+    ast.increment_lineno(tree, first - 2)
     code = _compiled(function, tree, ())
     return tree if code is not None and _same(code, function.__code__) else None
 
