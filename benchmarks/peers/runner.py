@@ -45,6 +45,7 @@ class Arguments:
     exact: bool
     precision: str
     feed: str
+    parts: tuple[str, ...] | None
     lockstep: bool
     warmup: int
     directory: Path
@@ -73,11 +74,13 @@ def parse_arguments() -> Arguments:
     parser.add_argument("--exact", type=int, choices=(0, 1), default=1)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--feed", choices=("fixed", "memory"), default="fixed")
+    parser.add_argument("--parts", nargs="*", help="of Parti's tuning; all where not given")
     parser.add_argument("--lockstep", action="store_true", help="meet at every step")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--directory", type=Path, required=True)
     given = vars(parser.parse_args())
     given["exact"] = bool(given["exact"])
+    given["parts"] = None if given["parts"] is None else tuple(given["parts"])
     return Arguments(**given)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,14 @@ def batches_for(replica: Any, arguments: Arguments) -> Iterator[Any]:
 def main() -> None:
     arguments = parse_arguments()
     work = workload(arguments.model)
+    tuning = parti.Tuning()
+    if arguments.parts is not None:
+        tuning = replace(parti.Tuning.none(), **dict.fromkeys(arguments.parts, True))
     strategy = parti.MirroredStrategy(
-        threads=arguments.threads, exact=arguments.exact, precision=arguments.precision
+        threads=arguments.threads,
+        exact=arguments.exact,
+        precision=arguments.precision,
+        tuning=tuning,
     )
     with strategy.scope():
         model = work.model()
