@@ -37,7 +37,9 @@ SCRIPT = textwrap.dedent(
     (x, y), _ = parti.datasets.digits().train, None
     for batch in replica.batches((x[:230], y[:230]), batch_size=48, micro_batches=4, epochs=2):
         report = replica.step(lambda x, y: F.cross_entropy(model(x), y), batch, clip_norm=1.0)
-    print("print", fingerprint(model, optimizer), replica.world_size, report.loss, flush=True)
+    # In one write: ranks that share a pipe must not cut one another's lines in two.
+    sys.stdout.write(f"print {fingerprint(model, optimizer)} {replica.world_size} {report.loss}\\n")
+    sys.stdout.flush()
     """
 )
 

@@ -1,6 +1,6 @@
 """One training, three ways: a plain loop, torch's DDP, Parti. The tests beside it compare them.
 
-    loops.py plain|ddp|parti KIND DTYPE OUT
+    loops.py plain|ddp|parti|untuned KIND DTYPE OUT
 
 Writes the weights, the losses and the largest resident size of this process, in bytes, to
 OUT.<rank>. KIND is a model of `make`.
@@ -88,10 +88,20 @@ def ddp(kind: str, dtype: torch.dtype) -> Outcome:
     return model, losses
 
 
+def untuned(kind: str, dtype: torch.dtype) -> Outcome:
+    """Parti's distribution alone: each process computes exactly as the plain loop does."""
+    import parti
+
+    return with_parti(parti.MirroredStrategy(threads=1, tuning=parti.Tuning.none()), kind, dtype)
+
+
 def parti(kind: str, dtype: torch.dtype) -> Outcome:
     import parti
 
-    strategy = parti.MirroredStrategy(threads=1)
+    return with_parti(parti.MirroredStrategy(threads=1), kind, dtype)
+
+
+def with_parti(strategy: Any, kind: str, dtype: torch.dtype) -> Outcome:
     with strategy.scope():
         model, optimizer = make(kind, dtype)
     replica = strategy.bind(model, optimizer)
@@ -106,7 +116,7 @@ def parti(kind: str, dtype: torch.dtype) -> Outcome:
 
 def main(way: str, kind: str, dtype: str, out: str) -> None:
     torch.set_num_threads(1)
-    ways: dict[str, Any] = {"plain": plain, "ddp": ddp, "parti": parti}
+    ways: dict[str, Any] = {"plain": plain, "ddp": ddp, "parti": parti, "untuned": untuned}
     model, losses = ways[way](kind, getattr(torch, dtype))
     rank = os.environ.get("PARTI_RANK") or os.environ.get("RANK") or "0"
     # /proc, not getrusage: that counts what the process was before it became this program.
