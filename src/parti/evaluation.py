@@ -2,7 +2,7 @@
 
 What is added up is exact or whole (`metrics.py`), so the values are the same to the bit for any
 number of processes. Metrics that cannot be merged are fed everything, in sample order, on every
-rank.
+rank. Knows nothing of ranks: bytes go out and come in.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import copy
 import math
 import pickle
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
+from parti.engine.collect import join
 from parti.engine.forward import weigh
 from parti.engine.report import Part, Parts
 from parti.errors import ConfigError
@@ -25,18 +27,16 @@ from parti.metrics import ExactSum, MergeableMetric, Metric, is_mergeable
 _RESERVED = CLOCK_NAMES | {"loss", "epoch", "step", "samples", "lr"}
 
 
-class Ranks(Protocol):
-    """The part of a Replica that bringing values together needs."""
-
-    def exchange(self, payload: bytes) -> tuple[bytes, ...]: ...
-
-    def gather(self, value: object, axis: int = 0) -> object: ...
-
-
 class Tally:
-    """The metrics of one pass, on copies of the user's; the user's own stay untouched."""
+    """The loss and the metrics of one pass, on copies of the user's; the user's own stay untouched.
+
+    Each rank measures what it has computed, as bytes; when everybody has everyone's, all take them
+    in. So all hold the same at every moment, and a rank that is lost takes nothing with it.
+    """
 
     def __init__(self, metrics: Mapping[str, Metric], device: torch.device) -> None:
+        self._metrics = dict(metrics)
+        self._device = device
         self._merged: dict[str, MergeableMetric] = {}
         self._fed: dict[str, Metric] = {}
         for name, metric in metrics.items():
@@ -45,21 +45,57 @@ class Tally:
                 self._merged[name] = fresh
             else:
                 self._fed[name] = _alone(fresh, device)
-        self._metrics = dict(metrics)
+        self.loss = LossSum()
 
-    def update(self, pairs: Sequence[Part], ranks: Ranks) -> None:
-        """Take in the (output, target) of the micro-batches computed here."""
-        for metric in self._merged.values():
+    def measure(self, pairs: Sequence[Part]) -> bytes:
+        """What the (output, target) of the micro-batches computed here come to."""
+        if not self._metrics:
+            return b""
+        states = []
+        for name in self._merged:
+            metric = copy.deepcopy(self._metrics[name])
+            assert is_mergeable(metric)
             for part in pairs:
                 metric.update(*part.value)
+            states.append(metric.state())
+        outputs = []
         if self._fed:
-            pair = ranks.gather(Parts(tuple(pairs)))
-            assert isinstance(pair, (tuple, list))
+            outputs = [(part.number, tree_map_only(Tensor, _plain, part.value)) for part in pairs]
+        return pickle.dumps((states, outputs))
+
+    def take(self, measured: Sequence[bytes]) -> None:
+        """Take in what all ranks have measured."""
+        if not self._metrics:
+            return
+        # Pickled by this job's own processes, for each other.
+        everyones = [pickle.loads(data) for data in measured]
+        for states, _ in everyones:
+            for metric, state in zip(self._merged.values(), states, strict=True):
+                metric.merge(state)
+        if self._fed:
+            outputs = sorted(
+                (each for _, own in everyones for each in own), key=lambda each: each[0]
+            )
+            pair = join([value for _, value in outputs])
+            pair = tree_map_only(Tensor, lambda tensor: tensor.to(self._device), pair)
             for fed in self._fed.values():
                 fed.update(*pair)
 
+    def measure_parts(self, parts: Parts) -> tuple[bytes, bytes]:
+        """The same of a batch that was run, its losses too."""
+        loss = LossSum()
+        pairs = loss.add_parts(parts)
+        return loss.to_bytes(), self.measure(pairs)
+
+    def take_all(self, everyones: Sequence[bytes]) -> None:
+        """Take in what `measure_parts` gave on all ranks, for one batch after the other."""
+        for batch in zip(*map(pickle.loads, everyones), strict=True):
+            for loss, _ in batch:
+                self.loss.merge(LossSum.from_bytes(loss))
+            self.take([measured for _, measured in batch])
+
     def so_far(self) -> dict[str, float]:
-        """What this rank alone has seen, where that is cheap to ask."""
+        """The values where they are cheap to ask for."""
         found = {name: metric.compute() for name, metric in self._merged.items()}
         return {
             name: value
@@ -67,23 +103,36 @@ class Tally:
             if isinstance(value, float) and not math.isnan(value)
         }
 
-    def values(self, ranks: Ranks) -> dict[str, float]:
+    def values(self) -> dict[str, float]:
         """The values over all ranks; equal on all of them."""
-        computed: dict[str, object] = {name: fed.compute() for name, fed in self._fed.items()}
-        if self._merged:
-            mine = pickle.dumps([metric.state() for metric in self._merged.values()])
-            everyones: list[list[bytes]] = list(map(pickle.loads, ranks.exchange(mine)))
-            for i, name in enumerate(self._merged):
-                total = copy.deepcopy(self._metrics[name])
-                assert is_mergeable(total)
-                for states in everyones:
-                    total.merge(states[i])
-                computed[name] = total.compute()
+        computed: dict[str, object] = {
+            name: metric.compute() for name, metric in (self._merged | self._fed).items()
+        }
         return {
             key: value
             for name in self._metrics
             for key, value in _numbers(name, computed[name]).items()
         }
+
+    def state_dict(self) -> dict[str, object]:
+        """What was taken in so far. Metrics that only Python could copy are copied as Python does:
+        read it back from the processes of this job only."""
+        return {
+            "loss": self.loss.to_bytes(),
+            "merged": [metric.state() for metric in self._merged.values()],
+            "fed": pickle.dumps(list(self._fed.values())) if self._fed else b"",
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.loss = LossSum.from_bytes(state["loss"])
+        for metric, held in zip(self._merged.values(), state["merged"], strict=True):
+            metric.merge(held)
+        if self._fed:
+            self._fed = dict(zip(self._fed, pickle.loads(state["fed"]), strict=True))
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu()
 
 
 class LossSum:
@@ -110,15 +159,19 @@ class LossSum:
     def mean(self) -> float:
         return self._total.over(self._count)
 
-    def mean_over(self, ranks: Ranks) -> float:
-        """The mean over what all ranks have added."""
-        mine = pickle.dumps((self._total.to_bytes(), self._count.to_bytes()))
-        everywhere = LossSum()
-        for data in ranks.exchange(mine):
-            total, count = pickle.loads(data)
-            everywhere._total.merge(ExactSum.from_bytes(total))
-            everywhere._count.merge(ExactSum.from_bytes(count))
-        return everywhere.mean()
+    def merge(self, other: LossSum) -> None:
+        self._total.merge(other._total)
+        self._count.merge(other._count)
+
+    def to_bytes(self) -> bytes:
+        return pickle.dumps((self._total.to_bytes(), self._count.to_bytes()))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> LossSum:
+        made = cls()
+        total, count = pickle.loads(data)
+        made._total, made._count = ExactSum.from_bytes(total), ExactSum.from_bytes(count)
+        return made
 
 
 def check_metrics(metrics: Mapping[str, object] | None) -> None:

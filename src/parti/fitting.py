@@ -5,16 +5,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from parti.callbacks import StepEnd, Stop, first_stop, handlers
-from parti.engine.report import Part
 from parti.errors import NonFiniteLoss
-from parti.evaluation import LossSum, Tally
+from parti.evaluation import Tally
 from parti.history import History
 from parti.metrics import Metric
 from parti.monitor.console import Display
@@ -22,7 +22,6 @@ from parti.monitor.header import RunEnd, RunFacts
 from parti.monitor.records import Records
 
 if TYPE_CHECKING:
-    from parti.data.batches import Batch
     from parti.engine.replica import Replica
     from parti.engine.report import StepReport
     from parti.trainer import Trainer
@@ -32,25 +31,26 @@ OnNan = Literal["raise", "warn", "ignore"]
 
 
 class Fit:
-    """Everything that one call of `fit` adds up."""
+    """Everything that one call of `fit` adds up. `show` gives where it is shown and kept, by
+    whether this is the first rank."""
 
     def __init__(
         self,
         *,
         replica: Replica,
         facts: RunFacts,
-        display: Display,
-        records: Records,
+        show: Callable[[bool], tuple[Display, Records]],
         callbacks: Sequence[object],
         on_nan: OnNan,
         metrics: Mapping[str, Metric],
     ) -> None:
         self.history = History(first_step=replica.step_number)
         self.facts = facts
-        self.display = display
         self.epoch = facts.first_epoch
         self._replica = replica
-        self._records = records
+        self._show = show
+        self._is_chief = replica.is_chief
+        self.display, self._records = show(self._is_chief)
         self._on_step_end = handlers(callbacks, "on_step_end")
         self._on_epoch_end = handlers(callbacks, "on_epoch_end")
         self._on_nan = on_nan
@@ -64,34 +64,59 @@ class Fit:
         self._started = self._ready
 
     def _begin_epoch(self) -> None:
-        self._tally = Tally(self._metrics, self._replica.device)
-        self._loss = LossSum()
+        self.tally = Tally(self._metrics, self._replica.device)
         self._samples = 0
         self._compute_s = self._comm_s = self._wait_data_s = 0.0
         self._epoch_started = self._ready = time.perf_counter()
 
     def begin(self) -> None:
         self._records.begin(self.facts)
-        self.display.begin(self.facts, lambda: self._tally.so_far())
+        self.display.begin(self.facts, lambda: self.tally.so_far())
+
+    def ranks_changed(self) -> None:
+        """Ranks have been lost or have come. Whoever is first now shows how the run goes on."""
+        if self._replica.is_chief and not self._is_chief:
+            self._is_chief = True
+            self.facts = dataclasses.replace(
+                self.facts, first_epoch=self.epoch, **self._replica.facts()
+            )
+            self.display, self._records = self._show(True)
+            self.begin()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is counted so far, the clock's values left out."""
+        return {
+            "history": self.history.to_json(),
+            "epoch": self.epoch,
+            "samples": self._samples,
+            "tally": self.tally.state_dict(),
+            "num_samples": self._num_samples,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.history = History.from_json(state["history"])
+        self.epoch = state["epoch"]
+        self._samples = state["samples"]
+        self._num_samples = state["num_samples"]
+        self.tally.load_state_dict(state["tally"])
 
     def batch_arrived(self) -> None:
         """The next batch is here; the time since the last step went into waiting for it."""
         self._waited_s = time.perf_counter() - self._ready
         self._wait_data_s += self._waited_s
 
-    def add(self, report: StepReport, batch: Batch) -> None:
+    def add(self, report: StepReport) -> None:
         """Count a committed step, keep it, show it."""
         loss, times = report.loss, report.times
         self.history.step_losses.append(loss)
         if not math.isfinite(loss) and report.count:
             self._not_finite(report)
-        self._loss.add(loss * report.count, report.count)
+        self.tally.loss.add(loss * report.count, report.count)
+        self.tally.take(report.carried)
         self._samples += report.num_samples
         self._compute_s += times.compute_s
         self._comm_s += times.comm_s
         self._optimizer_s += times.optimizer_s
-        if self._metrics:
-            self._tally.update(_pairs(report, batch), self._replica)
         self._records.step(
             (
                 report.step,
@@ -150,8 +175,8 @@ class Fit:
         row: dict[str, float] = {
             "epoch": self.epoch,
             "step": self._replica.step_number,
-            "loss": self._loss.mean(),
-            **self._tally.values(self._replica),
+            "loss": self.tally.loss.mean(),
+            **self.tally.values(),
         }
         trained_s = time.perf_counter() - self._epoch_started
         validation_s = 0.0
@@ -216,8 +241,3 @@ class Fit:
         self.display.close()
         if not self._has_ended:
             self._records.end("interrupted")
-
-
-def _pairs(report: StepReport, batch: Batch) -> list[Part]:
-    sizes = {piece.number: piece.num_samples for piece in batch.micro_batches}
-    return [Part(number, sizes[number], aux) for number, aux in report.aux]

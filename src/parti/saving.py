@@ -36,6 +36,8 @@ class Ranks(Protocol):
 
     def exchange(self, payload: bytes) -> tuple[bytes, ...]: ...
 
+    def attempt(self, unit: Callable[[], T]) -> T: ...
+
 
 def is_weights(path: Path) -> bool:
     """Whether the name says weights alone (True) or a whole training state (False)."""
@@ -51,16 +53,23 @@ def is_weights(path: Path) -> bool:
 
 
 def write_once(ranks: Ranks, path: Path, write: Callable[[Path], None]) -> None:
-    """Let rank 0 write the file; every rank returns when it is there, or raises."""
+    """Let rank 0 write the file; every rank returns when it is there, or raises. If rank 0 is lost
+    meanwhile, the next one writes it."""
+    problem, told = ranks.attempt(lambda: _try_to_write(ranks, path, write))
+    if told:
+        raise CheckpointError(f"rank 0 could not write {path}: {told.decode()}") from problem
+
+
+def _try_to_write(
+    ranks: Ranks, path: Path, write: Callable[[Path], None]
+) -> tuple[Exception | None, bytes]:
     problem: Exception | None = None
     if ranks.rank == 0:
         try:
             _write_atomically(path, write)
         except Exception as error:
             problem = error
-    told = ranks.exchange(b"" if problem is None else _reason(problem).encode())[0]
-    if told:
-        raise CheckpointError(f"rank 0 could not write {path}: {told.decode()}") from problem
+    return problem, ranks.exchange(b"" if problem is None else _reason(problem).encode())[0]
 
 
 def read_everywhere(ranks: Ranks, path: Path, read: Callable[[Path], T]) -> T:

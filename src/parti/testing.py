@@ -24,11 +24,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from parti.comm.memory import Memory, run_ranks
+from parti.comm.faults import Deed, Fault, FaultScript, with_faults
+from parti.comm.memory import Killed, run_ranks
 from parti.comm.solo import Solo
 from parti.comm.world import World
 from parti.engine.replica import Replica
 from parti.launch.notebook import launch
+
+NO_FAULTS = FaultScript()
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -63,18 +66,28 @@ def on_processes(num_processes: int, body: Callable[[], T], *, threads: int = 1)
         cloudpickle.unregister_pickle_by_value(module)
 
 
-def on_threads(num_ranks: int, body: Callable[[World], T]) -> Sequence[T]:
+def on_threads(
+    num_ranks: int, body: Callable[[World], T], faults: FaultScript = NO_FAULTS
+) -> Sequence[T]:
     """Run a function on ranks that are threads taking turns: quick, and every run is the same.
 
-    One rank runs without communication, as it does in a process of its own.
+    One rank runs without communication, as it does in a process of its own. Of ranks that the
+    script kills there is no result.
     """
     if num_ranks == 1:
         return [body(World(0, 1, Solo()))]
+    killed: set[int] = set()
 
-    def with_world(comm: Memory) -> T:
-        return body(World(comm.index, num_ranks, comm, None, tuple(range(num_ranks))))
+    def carry_out(fault: Fault) -> None:
+        assert fault.deed is Deed.KILL, "threads can be killed, and nothing else"
+        killed.add(fault.member)
+        raise Killed
 
-    return run_ranks(num_ranks, with_world)
+    outcomes = run_ranks(num_ranks, lambda world: body(with_faults(world, str(faults), carry_out)))
+    assert killed == {fault.member for fault in faults}, (
+        f"killed were {killed}, not all of {faults}"
+    )
+    return [each for rank, each in enumerate(outcomes) if rank not in killed]  # type: ignore[misc]
 
 
 def fingerprint(*objects: nn.Module | Optimizer) -> str:

@@ -7,6 +7,9 @@ are equal on all of them.
 
 from __future__ import annotations
 
+import functools
+import itertools
+import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,9 +33,10 @@ from parti.callbacks import (
 )
 from parti.data.batches import Batch, Feed
 from parti.data.order import Position
+from parti.engine.replica import Admission
 from parti.engine.report import StepReport
 from parti.errors import CheckpointError, ConfigError
-from parti.evaluation import LossSum, Tally, check_metrics
+from parti.evaluation import Tally, check_metrics
 from parti.fitting import Fit, OnNan
 from parti.history import History
 from parti.losses import Loss
@@ -51,6 +55,7 @@ from parti.saving import (
     write_state,
     write_weights,
 )
+from parti.standing import Standing
 from parti.strategy.data_parallel import DataParallel
 from parti.structure import (
     check_device,
@@ -74,6 +79,8 @@ Collate = Callable[[Sequence[Any]], Any]
 
 EVALUATION_BATCH_SIZE = 256
 """For evaluate and predict where none is asked for."""
+_BATCHES_BETWEEN_MEETINGS = 8
+"""In an evaluation: what a lost rank costs the others at most."""
 
 
 @final
@@ -138,6 +145,9 @@ class Trainer:
         self._average = average
         self._averaging = NoAverage() if average is None else AveragedWeights(model, average)
         self._position = Position()
+        self._standing = Standing(self)
+        self.replica.keep(self._standing)
+        self.replica.on_new_world(self._ranks_changed)
 
     @property
     def step(self) -> int:
@@ -172,6 +182,40 @@ class Trainer:
         trains 2 more. Without a terminal, a line is printed every `log_every_s` seconds and after
         every epoch.
         """
+        return self._standing.once(
+            "fit",
+            lambda: self._fit_on(
+                train,
+                batch_size=batch_size,
+                epochs=epochs,
+                micro_batches=micro_batches,
+                validation=validation,
+                validation_batch_size=validation_batch_size,
+                shuffle=shuffle,
+                drop_last=drop_last,
+                workers=workers,
+                collate=collate,
+                progress=progress,
+                log_every_s=log_every_s,
+            ),
+        )
+
+    def _fit_on(
+        self,
+        train: object,
+        *,
+        batch_size: int | None,
+        epochs: int,
+        micro_batches: int | None,
+        validation: object,
+        validation_batch_size: int | None,
+        shuffle: bool | None,
+        drop_last: bool | None,
+        workers: int | None,
+        collate: Collate | None,
+        progress: bool,
+        log_every_s: float,
+    ) -> History:
         if self.optimizer is None:
             raise ConfigError(
                 "fit needs an optimizer; construct Trainer(strategy, model, optimizer)."
@@ -183,12 +227,12 @@ class Trainer:
                 f"epochs={epochs} are done already: epochs are counted from the beginning of the "
                 f"training, and {self.epoch} are finished. For more, ask for "
                 f"epochs={self.epoch + epochs}.",
-                stacklevel=2,
+                stacklevel=5,
             )
             return History(first_step=self.step)
         if validation is not None:
             check_same_structure(train, validation)
-        feed = self.replica.batches(
+        feed = self.replica.feed(
             train,
             batch_size=batch_size,
             micro_batches=micro_batches,
@@ -198,6 +242,7 @@ class Trainer:
             workers=workers,
             collate=collate,
             start=self._position,
+            gate=Admission(self.replica),
         )
 
         size = feed.batch_size if validation_batch_size is None else validation_batch_size
@@ -227,11 +272,12 @@ class Trainer:
         stop: Stop | None = None
         self.model.train()
         try:
+            self._standing.enter(fit)
             fit.begin()
             for batch in feed:
                 fit.batch_arrived()
                 report = self.train_step(batch)
-                fit.add(report, batch)
+                fit.add(report)
                 stop = fit.after_step(self, report)
                 if batch.is_last_of_epoch or stop is not None:
                     stop = self._end_epoch(fit, validate) or stop
@@ -242,7 +288,12 @@ class Trainer:
                 handler(end)
             return fit.end(stop)
         finally:
+            self._standing.leave()
             fit.close()
+
+    def _ranks_changed(self) -> None:
+        if self._standing.fit is not None:
+            self._standing.fit.ranks_changed()
 
     def train_step(self, batch: Batch) -> StepReport:
         """One optimizer update from one global batch, and what follows from it."""
@@ -253,13 +304,18 @@ class Trainer:
                 "trainer.replica.batches(data, batch_size=...) gives."
             )
         self._objective.begin(batch.num_micro_batches)
+        fit = self._standing.fit
         report = self.replica.step(
-            self._objective, batch, optimizer=self.optimizer, clip_norm=self._clip_norm
+            self._objective,
+            batch,
+            optimizer=self.optimizer,
+            clip_norm=self._clip_norm,
+            carry=None if fit is None else fit.tally.measure,
         )
         # From here on the step is committed: it will not be done again, so it may be counted.
         self._averaging.after_step()
         self._schedule.after_step()
-        self._position = _after(batch)
+        self._position = batch.after
         return report
 
     def _end_epoch(
@@ -282,24 +338,33 @@ class Trainer:
     ) -> dict[str, float]:
         """The loss and the metrics over a data set, every sample counted once; the same on every
         rank, and for any number of ranks."""
-        feed = self._in_order(data, batch_size, workers, collate, micro_batches)
-        return self._evaluate(feed, None)
+
+        def evaluate() -> dict[str, float]:
+            feed = self._in_order(data, batch_size, workers, collate, micro_batches)
+            return self._evaluate(feed, None)
+
+        return self._standing.once("evaluate", evaluate)
 
     def _evaluate(
         self, feed: Feed, tell: Callable[[int, int | None], None] | None
     ) -> dict[str, float]:
-        loss = LossSum()
         tally = Tally(self._metrics, self.replica.device)
         with self._in_evaluation():
-            for done, batch in enumerate(feed):
+            for done, batches in enumerate(_in_groups(feed, _BATCHES_BETWEEN_MEETINGS)):
                 if tell is not None:
-                    tell(done, feed.steps_per_epoch)
-                self._objective.begin(batch.num_micro_batches)
-                parts = self.replica.run(self._objective, batch)
-                pairs = loss.add_parts(parts)
-                if self._metrics:
-                    tally.update(pairs, self.replica)
-            return {"loss": loss.mean_over(self.replica), **tally.values(self.replica)}
+                    tell(done * _BATCHES_BETWEEN_MEETINGS, feed.steps_per_epoch)
+                # If a rank is lost, the batches since the last meeting are computed again.
+                measure = functools.partial(self._measure, batches, tally)
+                tally.take_all(self.replica.attempt(measure))
+            return {"loss": tally.loss.mean(), **tally.values()}
+
+    def _measure(self, batches: Sequence[Batch], tally: Tally) -> Sequence[bytes]:
+        """What all ranks have found in some batches."""
+        mine = []
+        for batch in batches:
+            self._objective.begin(batch.num_micro_batches)
+            mine.append(tally.measure_parts(self.replica.run(self._objective, batch)))
+        return self.replica.exchange(pickle.dumps(mine))
 
     def predict(
         self,
@@ -317,12 +382,16 @@ class Trainer:
         outputs in another way. Outputs that are dictionaries or tuples of tensors are joined part
         by part.
         """
-        predict = Prediction(self.model, forward)
-        feed = self._in_order(data, batch_size, workers, collate, micro_batches)
-        with self._in_evaluation():
-            return joined(
-                [on_cpu(self.replica.gather(self.replica.run(predict, batch))) for batch in feed]
-            )
+
+        def predict() -> Any:
+            one = Prediction(self.model, forward)
+            feed = self._in_order(data, batch_size, workers, collate, micro_batches)
+            with self._in_evaluation():
+                return joined(
+                    [on_cpu(self.replica.gather(self.replica.run(one, batch))) for batch in feed]
+                )
+
+        return self._standing.once("predict", predict)
 
     def _in_order(
         self,
@@ -334,7 +403,7 @@ class Trainer:
     ) -> Feed:
         if batch_size is None and not isinstance(data, DataLoader):
             batch_size = EVALUATION_BATCH_SIZE
-        return self.replica.batches(
+        return self.replica.feed(
             data,
             batch_size=batch_size,
             micro_batches=micro_batches,
@@ -382,27 +451,41 @@ class Trainer:
         average, callbacks, and the place in the training.
         """
         path = Path(path)
-        if is_weights(path):
-            with self.averaged():
-                write_once(self.replica, path, lambda file: write_weights(file, self.model))
-        else:
-            write_once(self.replica, path, lambda file: write_state(file, self._state()))
+
+        def save() -> None:
+            if is_weights(path):
+                with self.averaged():
+                    write_once(self.replica, path, lambda file: write_weights(file, self.model))
+            else:
+                write_once(self.replica, path, lambda file: write_state(file, self._state()))
+
+        self._standing.once("save", save)
 
     def load(self, path: str | Path) -> None:
         """Read a file that `save` wrote, on every rank; `fit` then goes on from there."""
         path = Path(path)
-        if is_weights(path):
-            state: dict[str, Any] = {"model": read_everywhere(self.replica, path, read_weights)}
-        else:
-            state = read_everywhere(self.replica, path, read_state)
-        load_into(self.model, state["model"])
-        if "optimizer" in state:
-            self._resume(state)
+
+        def load() -> None:
+            if is_weights(path):
+                state: dict[str, Any] = {"model": read_everywhere(self.replica, path, read_weights)}
+            else:
+                state = read_everywhere(self.replica, path, read_state)
+            load_into(self.model, state["model"])
+            if "optimizer" in state:
+                self._resume(state)
+
+        self._standing.once("load", load)
 
     def _state(self) -> dict[str, Any]:
         return {
             "model": self.model.state_dict(),
             "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
+            **self.course(),
+        }
+
+    def course(self) -> dict[str, Any]:
+        """Everything besides model and optimizer that steps and epochs change."""
+        return {
             "schedule": self._schedule.state_dict(),
             "average": self._averaging.state_dict(),
             "callbacks": [
@@ -425,6 +508,10 @@ class Trainer:
             )
         if self.optimizer is not None:
             self.optimizer.load_state_dict(state["optimizer"])
+        self.follow(state)
+
+    def follow(self, state: Mapping[str, Any]) -> None:
+        """Take in what `course` gave."""
         self._schedule.load_state_dict(state["schedule"])
         self._averaging.load_state_dict(state["average"])
         for callback, held in zip(self._callbacks, state["callbacks"], strict=True):
@@ -438,7 +525,6 @@ class Trainer:
         return (*names, *(f"val_{name}" for name in names)) if has_validation else names
 
     def _new_fit(self, feed: Feed, epochs: int, progress: bool, log_every_s: float) -> Fit:
-        is_chief = self.replica.is_chief
         facts = RunFacts(
             name=self.name,
             num_parameters=sum(p.numel() for p in self.model.parameters()),
@@ -453,15 +539,18 @@ class Trainer:
         return Fit(
             replica=self.replica,
             facts=facts,
-            display=choose_display(is_chief=is_chief, progress=progress, log_every_s=log_every_s),
-            records=keep_records(self._run_dir, is_chief=is_chief),
+            show=lambda is_chief: (
+                choose_display(is_chief=is_chief, progress=progress, log_every_s=log_every_s),
+                keep_records(self._run_dir, is_chief=is_chief),
+            ),
             callbacks=self._callbacks,
             on_nan=self._on_nan,
             metrics=self._metrics,
         )
 
 
-def _after(batch: Batch) -> Position:
-    if batch.is_last_of_epoch:
-        return Position(epoch=batch.epoch + 1)
-    return Position(epoch=batch.epoch, step_in_epoch=batch.step_in_epoch + 1)
+def _in_groups(feed: Feed, size: int) -> Iterator[list[Batch]]:
+    """The batches of a feed, some at a time."""
+    batches = iter(feed)
+    while group := list(itertools.islice(batches, size)):
+        yield group

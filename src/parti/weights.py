@@ -167,13 +167,13 @@ class AveragedWeights:
         if not self.is_ready():
             yield
             return
-        live = self._live()
-        kept = [tensor.clone() for tensor in live]
+        kept = [tensor.clone() for tensor in self._live()]
         try:
-            _copy(live, self._means)
+            _copy(self._live(), self._means)
             yield
         finally:
-            _copy(live, kept)
+            # Looked up once more: the weights move to other memory when ranks are lost meanwhile.
+            _copy(self._live(), kept)
 
     def state_dict(self) -> AverageState | None:
         return {"num_updates": self._num_updates, "tensors": list(self._means)}

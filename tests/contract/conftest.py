@@ -11,12 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from parti.comm.memory import run_ranks
-from parti.comm.protocol import Neighbours
-from parti.comm.solo import Solo
 from parti.comm.world import World
 from parti.data.seeds import derive
 from parti.engine.replica import Replica
+from parti.testing import NO_FAULTS, FaultScript, on_threads
 
 
 class OverThreads:
@@ -24,9 +22,9 @@ class OverThreads:
 
     seed = 0
 
-    def __init__(self, neighbours: Neighbours) -> None:
-        self._neighbours = neighbours
-        self.rank = neighbours.index
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.rank = world.rank
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -34,12 +32,9 @@ class OverThreads:
         yield
 
     def bind(self, *objects: nn.Module | Optimizer) -> Replica:
-        ranks = self._neighbours.ranks
         return Replica(
             strategy=self,
-            world=World(
-                rank=self.rank, size=len(ranks), neighbours=self._neighbours, order=tuple(ranks)
-            ),
+            world=self._world,
             device=torch.device("cpu"),
             models=[each for each in objects if isinstance(each, nn.Module)],
             optimizers=[each for each in objects if isinstance(each, Optimizer)],
@@ -56,13 +51,11 @@ Body = Callable[[Any], Any]
 
 
 @pytest.fixture
-def on_ranks() -> Callable[[int, Body], Sequence[Any]]:
+def on_ranks() -> Callable[..., Sequence[Any]]:
     """on_ranks(n, body): what `body(strategy)` returns on each of n ranks."""
 
-    def run(size: int, body: Body) -> Sequence[Any]:
-        if size == 1:
-            return [body(OverThreads(Solo()))]
-        return run_ranks(size, lambda comm: body(OverThreads(comm)))
+    def run(size: int, body: Body, faults: FaultScript = NO_FAULTS) -> Sequence[Any]:
+        return on_threads(size, lambda world: body(OverThreads(world)), faults)
 
     return run
 

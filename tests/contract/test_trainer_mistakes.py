@@ -125,7 +125,9 @@ def test_torchs_own_errors_say_what_was_computed(
     on_ranks: OnRanks, model: nn.Module, data: Any, note: str
 ) -> None:
     def body(strategy: Any) -> None:
-        _trainer(strategy, model=model).fit(data, batch_size=4, shuffle=False, progress=False)
+        _trainer(strategy, model=model).fit(
+            data, batch_size=4, micro_batches=1, shuffle=False, progress=False
+        )
 
     with pytest.raises((RuntimeError, TypeError)) as caught:
         on_ranks(1, body)

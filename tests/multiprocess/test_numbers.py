@@ -160,7 +160,7 @@ def test_a_rank_that_stays_away_is_named_with_its_last_report() -> None:
     def body() -> None:
         import time
 
-        replica = parti.MirroredStrategy(patience_s=1.0).bind(torch.nn.Linear(1, 1))
+        replica = parti.MirroredStrategy(patience_s=1.0, recovery=False).bind(torch.nn.Linear(1, 1))
         if replica.rank == 1:
             time.sleep(60)
         replica.barrier()
@@ -174,7 +174,7 @@ def test_a_rank_that_stays_away_is_named_with_its_last_report() -> None:
 KILLED = """
 import os, signal, sys
 import torch, parti
-strategy = parti.MirroredStrategy(threads=1)
+strategy = parti.MirroredStrategy(threads=1, recovery="--kill" not in sys.argv)
 model = torch.nn.Linear(400, 400)
 replica = strategy.bind(model, torch.optim.Adam(model.parameters()))
 print("pids", os.getpid(), os.getppid(), flush=True)

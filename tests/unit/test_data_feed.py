@@ -120,7 +120,7 @@ def test_batches_describe_themselves() -> None:
 
 def test_micro_batches_follow_from_the_batch_size() -> None:
     assert Feed(torch.arange(300), batch_size=256, owned=range).num_micro_batches == 8
-    assert Feed(torch.arange(300), batch_size=10, owned=range).num_micro_batches == 1
+    assert Feed(torch.arange(300), batch_size=10, owned=range).num_micro_batches == 2
 
 
 def test_a_spare_rank_has_every_batch_but_no_data() -> None:

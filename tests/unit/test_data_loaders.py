@@ -38,7 +38,7 @@ def test_its_settings_are_taken() -> None:
 
 def test_its_collate_function_is_taken() -> None:
     loader = DataLoader(DATA, batch_size=4, collate_fn=len)
-    feed = Feed(loader, batch_size=4, owned=range)
+    feed = Feed(loader, batch_size=4, micro_batches=1, owned=range)
     assert [p.data for b in feed for p in b.micro_batches] == [4] * 5
 
 

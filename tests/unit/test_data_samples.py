@@ -107,11 +107,11 @@ def test_a_collate_function_draws_the_same_for_a_micro_batch() -> None:
 
 def test_lists_and_ranges_are_data_sets() -> None:
     samples = [(float(i), f"name {i}") for i in range(7)]
-    (batch,) = Feed(samples, batch_size=7, owned=range, shuffle=False)
+    (batch,) = Feed(samples, batch_size=7, micro_batches=1, owned=range, shuffle=False)
     numbers, names = batch.micro_batches[0].data
     assert numbers.tolist() == [i for i, _ in samples]
     assert names == [name for _, name in samples]
-    (batch,) = Feed(range(5, 9), batch_size=4, owned=range, shuffle=False)
+    (batch,) = Feed(range(5, 9), batch_size=4, micro_batches=1, owned=range, shuffle=False)
     assert batch.micro_batches[0].data.tolist() == [5, 6, 7, 8]
 
 
@@ -138,13 +138,13 @@ def test_an_error_in_bulk_names_the_samples() -> None:
         def __getitems__(self, indices: list[int]) -> Any:
             return super().__getitems__(indices[1:])
 
-    feed = Feed(Broken(), batch_size=10, owned=range, shuffle=False)
+    feed = Feed(Broken(), batch_size=10, micro_batches=1, owned=range, shuffle=False)
     with pytest.raises(
         DataError, match=r"reading samples 0, 1, 2, 3, 4, 5, 6, 7 … of epoch 0 failed"
     ):
         next(iter(feed))
     with pytest.raises(DataError, match="__getitems__ of Short returned 9 samples for 10 indices"):
-        next(iter(Feed(Short(), batch_size=10, owned=range)))
+        next(iter(Feed(Short(), batch_size=10, micro_batches=1, owned=range)))
 
 
 def test_an_error_in_collate_names_the_samples() -> None:
@@ -156,7 +156,7 @@ def test_an_error_in_collate_names_the_samples() -> None:
     with pytest.raises(DataError, match=expected):
         next(iter(feed))
     ragged = [(torch.ones(size), size) for size in (2, 3, 2, 3, 4)]
-    feed = Feed(ragged, batch_size=5, owned=range, shuffle=False)
+    feed = Feed(ragged, batch_size=5, micro_batches=1, owned=range, shuffle=False)
     with pytest.raises(DataError, match=r"3 shapes in one micro-batch.*\(samples 0, 1, 2, 3, 4\)"):
         next(iter(feed))
 
@@ -206,7 +206,9 @@ def test_a_table_is_read_in_columns() -> None:
 
 
 def test_a_table_gives_rows_to_a_collate_function() -> None:
-    feed = Feed(Table(ROWS), batch_size=4, owned=range, shuffle=False, collate=list)
+    feed = Feed(
+        Table(ROWS), batch_size=4, micro_batches=1, owned=range, shuffle=False, collate=list
+    )
     first = next(iter(feed)).micro_batches[0].data
     assert [row["text"] for row in first] == ["t0", "t1", "t2", "t3"]
 

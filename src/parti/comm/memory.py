@@ -15,8 +15,10 @@ from typing import TypeVar
 import torch
 
 from parti.comm.protocol import Phase, Region
+from parti.comm.solo import Solo
 from parti.comm.wait import Sighting, describe_wait
-from parti.errors import CommTimeout, PeerLost
+from parti.comm.world import World
+from parti.errors import CommError, CommTimeout, PeerLost
 
 T = TypeVar("T")
 
@@ -33,6 +35,13 @@ class Hall:
         self.letters: dict[int, list[bytes]] = {}
         self.memory: dict[int, list[torch.Tensor]] = {}
         self.words = [(Phase.START, -1, time.monotonic()) for _ in range(size)]
+
+    def leave(self, index: int) -> None:
+        with self.condition:
+            self.gone.add(index)
+            if self.turn == index:
+                self.turn = None
+            self.condition.notify_all()
 
 
 class Memory:
@@ -110,18 +119,108 @@ class Memory:
                 self._hall.condition.wait()
             self._hall.turn = self.index
 
-    def leave(self) -> None:
-        with self._hall.condition:
-            self._hall.gone.add(self.index)
-            self._pass_baton()
+
+class Threads:
+    """The ranks of a test over all their worlds: who lives, and which hall comes after which."""
+
+    def __init__(self, size: int, patience_s: float) -> None:
+        self.patience_s = patience_s
+        self._condition = threading.Condition()
+        self._living = set(range(size))
+        self._worlds: list[tuple[Hall, tuple[int, ...]]] = [(Hall(size), tuple(range(size)))]
+        self._waiting: set[int] = set()
+
+    def world(self, member: int, generation: int = 1) -> World:
+        hall, members = self._worlds[generation - 1]
+        if len(members) == 1:
+            return World(
+                0,
+                1,
+                Solo(),
+                generation=generation,
+                members=members,
+                succession=ThreadSuccession(self, member),
+            )
+        comm = Memory(hall, members.index(member), self.patience_s)
+        size = len(members)
+        return World(
+            rank=comm.index,
+            size=size,
+            neighbours=comm,
+            order=tuple(range(size)),
+            patience_s=self.patience_s,
+            generation=generation,
+            members=members,
+            succession=ThreadSuccession(self, member),
+        )
+
+    def next(self, member: int) -> World:
+        """The world of all who live, when all of them are here."""
+        with self._condition:
+            generation = len(self._worlds)
+            self._waiting.add(member)
+            self._condition.notify_all()
+            while len(self._worlds) == generation:
+                if self._waiting >= self._living:
+                    members = tuple(sorted(self._living))
+                    self._worlds.append((Hall(len(members)), members))
+                    self._waiting = set()
+                    self._condition.notify_all()
+                elif not self._condition.wait(self.patience_s):
+                    raise CommTimeout(f"only {sorted(self._waiting)} came to the next world.")
+        world = self.world(member, generation + 1)
+        if isinstance(world.neighbours, Memory):
+            world.neighbours.enter()
+        return world
+
+    def leave(self, member: int) -> None:
+        """A thread has ended, in whatever way."""
+        with self._condition:
+            self._living.discard(member)
+            self._condition.notify_all()
+        for hall, members in self._worlds:
+            if member in members:
+                hall.leave(members.index(member))
 
 
-def run_ranks(size: int, body: Callable[[Memory], T], patience_s: float = 30.0) -> Sequence[T]:
-    """Run `body` once for each rank, each in a thread; return the results in rank order.
+class ThreadSuccession:
+    """The succession of worlds as one of the threads sees it."""
+
+    recovers = True
+
+    def __init__(self, threads: Threads, member: int) -> None:
+        self._threads = threads
+        self._member = member
+
+    def next(self, after: World, because: CommError | None) -> World:
+        return self._threads.next(self._member)
+
+    def join(self, after: World) -> World:
+        raise AssertionError("threads are there from the beginning")
+
+    def current(self, world: World) -> World:
+        return world
+
+    def is_called(self, after: World) -> bool:
+        return False
+
+    def settled(self, world: World) -> None:
+        return None
+
+
+class Killed(BaseException):
+    """Ends the thread of a rank as SIGKILL ends a process: nothing of the rank's own catches it."""
+
+
+def run_ranks(
+    size: int, body: Callable[[World], T], patience_s: float = 30.0
+) -> Sequence[T | None]:
+    """Run `body` once for each rank, each in a thread; return the results in rank order, None of
+    those who were killed.
 
     The first failure in time is raised, the others are its consequences.
     """
-    hall = Hall(size)
+    ranks = Threads(size, patience_s)
     results: list[T | None] = [None] * size
     failures: list[BaseException] = []
 
@@ -130,14 +229,17 @@ def run_ranks(size: int, body: Callable[[Memory], T], patience_s: float = 30.0) 
     def run(rank: int) -> None:
         # OpenMP keeps its number of threads for each thread; kernels round differently with it.
         torch.set_num_threads(num_threads)
-        comm = Memory(hall, rank, patience_s)
-        comm.enter()
+        world = ranks.world(rank)
+        if isinstance(world.neighbours, Memory):
+            world.neighbours.enter()
         try:
-            results[rank] = body(comm)
+            results[rank] = body(world)
+        except Killed:
+            pass
         except BaseException as error:
             failures.append(error)
         finally:
-            comm.leave()
+            ranks.leave(rank)
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
@@ -146,4 +248,4 @@ def run_ranks(size: int, body: Callable[[Memory], T], patience_s: float = 30.0) 
         thread.join()
     if failures:
         raise failures[0]
-    return results  # type: ignore[return-value]
+    return results

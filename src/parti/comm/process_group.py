@@ -1,4 +1,4 @@
-"""Between hosts, and between GPUs: torch's process groups.
+"""Between GPUs, and to compare with: torch's process groups.
 
 Owns one group over all ranks for small exchanges, and the lanes: groups of one rank a host, along
 which the hosts' sums of gradients travel. Groups are made directly, not through
@@ -7,7 +7,6 @@ which the hosts' sums of gradients travel. Groups are made directly, not through
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from parti.comm.hosts import lay_lanes, own_address
 from parti.comm.rendezvous import Meeting
 from parti.comm.wait import name_ranks
 from parti.errors import CommError, CommTimeout, PeerLost
@@ -44,11 +44,7 @@ class ProcessGroup:
         self.host = next(h for h, group in enumerate(groups) if rank in group)
         store, self._address = self._open_store(meet)
         self._everybody = self._gloo(PrefixStore("everybody", store), rank, self._size)
-        num_lanes = max(len(group) for group in groups)
-        self.lanes = tuple(
-            tuple(group[lane * len(group) // num_lanes] for group in groups)
-            for lane in range(num_lanes)
-        )
+        self.lanes = lay_lanes(groups)
         self._lanes: dict[int, Any] = {}
         for lane, members in enumerate(self.lanes):
             if rank in members:
@@ -114,7 +110,7 @@ class ProcessGroup:
 
     def _open_store(self, meet: Meeting) -> tuple[Any, str]:
         """A store for the groups to find each other, hosted by rank 0 on a free port."""
-        address = _own_address()
+        address = own_address()
         store = None
         if self._rank == 0:
             store = TCPStore(
@@ -156,28 +152,3 @@ class Guarded:
 
     def wait(self) -> None:
         self._group._guard(self._work.wait)
-
-
-def _own_address() -> str:
-    """The address other hosts reach this one at: that of the interface with the default route, or
-    the first that is not the loopback."""
-    import psutil
-
-    found = [
-        (name, each.address)
-        for name, addresses in psutil.net_if_addrs().items()
-        for each in addresses
-        if each.family == socket.AF_INET and not each.address.startswith("127.")
-    ]
-    up = psutil.net_if_stats()
-    usable = [address for name, address in found if name in up and up[name].isup]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            # Sends nothing: it only asks which interface the way out starts at.
-            probe.connect(("192.0.2.1", 9))
-            address = str(probe.getsockname()[0])
-            if address in usable:
-                return address
-        except OSError:
-            pass
-    return usable[0] if usable else "127.0.0.1"

@@ -8,23 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Protocol
 
 import torch
 
-
-class Phase(IntEnum):
-    """What a rank last said it was doing; shown when others wait for it."""
-
-    START = 0
-    DATA = 1
-    FORWARD = 2
-    BACKWARD = 3
-    REDUCE = 4
-    OPTIMIZER = 5
-    EVALUATE = 6
-    USER = 7
+from parti.comm.phase import Phase as Phase
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The world as one rank sees it: its neighbours, and the way to everybody else.
 
-`connect` decides which communication joins whom: shared memory within a CPU host on x86-64, a
-process group between hosts, for GPUs, and wherever memory cannot be shared.
+`connect` decides which communication joins whom: shared memory within a CPU host on x86-64, our own
+TCP connections between hosts and wherever memory cannot be shared, a process group for GPUs.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -21,6 +22,59 @@ from parti.comm.protocol import Across, Neighbours
 from parti.comm.rendezvous import Meeting
 from parti.comm.shared_memory import SharedMemory
 from parti.comm.solo import Solo
+from parti.comm.tcp import Tcp
+from parti.errors import CommError
+
+
+class Succession(Protocol):
+    """Which world comes after this one, when somebody is lost or has come."""
+
+    @property
+    def recovers(self) -> bool:
+        """Whether there may be a world after this one at all."""
+        ...
+
+    def next(self, after: World, because: CommError | None) -> World:
+        """Wait for a newer world with this process in it, and connect to its ranks. Called by all
+        who live; raises `because` where a lost rank is the end of the job."""
+        ...
+
+    def join(self, after: World) -> World:
+        """Wait for a place in a world that trains already."""
+        ...
+
+    def current(self, world: World) -> World:
+        """The world that this process is in by now, if it was in `world`."""
+        ...
+
+    def is_called(self, after: World) -> bool:
+        """Whether a newer world waits to be formed at a step's end. Never waits."""
+        ...
+
+    def settled(self, world: World) -> None:
+        """All have settled in this world: from now on it counts."""
+        ...
+
+
+class OnlyWorld:
+    """No world comes after this one: a lost rank is the end of the job."""
+
+    recovers = False
+
+    def next(self, after: World, because: CommError | None) -> World:
+        raise because or CommError("there is no newer world to go to.")
+
+    def join(self, after: World) -> World:
+        return after
+
+    def current(self, world: World) -> World:
+        return world
+
+    def is_called(self, after: World) -> bool:
+        return False
+
+    def settled(self, world: World) -> None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +87,21 @@ class World:
     """All ranks, host by host."""
     num_hosts: int = 1
     patience_s: float = 60.0
+    generation: int = 1
+    members: tuple[int, ...] = (0,)
+    """Who the ranks are: a number for each process that is never given to another."""
+    newcomers: tuple[int, ...] = ()
+    """Those of the members who have to be given the state of the training."""
+    succession: Succession = field(default_factory=OnlyWorld, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if len(self.members) != self.size:
+            object.__setattr__(self, "members", tuple(range(self.size)))
+
+    @property
+    def member(self) -> int:
+        """Who this rank is."""
+        return self.members[0] if self.size == 1 else self.members[self.rank]
 
     @property
     def kind(self) -> str:
@@ -90,7 +159,13 @@ def connect(
     if len(order) == 1:
         return World(rank, size, neighbours, None, together, 1, patience_s)
     groups = [[r for r in range(size) if hosts[r] == host] for host in order]
-    across = ProcessGroup(rank=rank, groups=groups, meet=meet, device=device, patience_s=patience_s)
+    across: Across
+    if device.type == "cpu":
+        across = Tcp(rank=rank, groups=groups, meet=meet, patience_s=patience_s)
+    else:
+        across = ProcessGroup(
+            rank=rank, groups=groups, meet=meet, device=device, patience_s=patience_s
+        )
     in_order = tuple(other for group in groups for other in group)
     return World(rank, size, neighbours, across, in_order, len(groups), patience_s)
 

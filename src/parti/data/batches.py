@@ -7,16 +7,16 @@ Ties together what the other files do: `settings` (what is asked), `kinds` (what
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from parti.data.columns import Columns
-from parti.data.dealing import Dealer, Owned, Share, Shares
+from parti.data.dealing import Dealer, Owned, Share, Shares, cut
 from parti.data.kinds import is_stream, source_of
 from parti.data.order import Position
 from parti.data.samples import Source
 from parti.data.settings import Asked, FeedSettings, settle, unwrap
-from parti.data.streams import ReadyBatches, Stream, opener
+from parti.data.streams import ReadyBatches, Stream, StreamStep, opener
 from parti.data.workers import ReadAhead, stream_ahead
 from parti.errors import ConfigError
 
@@ -28,6 +28,10 @@ class MicroBatch:
     number: int
     num_samples: int
     data: Any
+
+
+Read = Callable[[tuple[int, ...]], tuple[MicroBatch, ...]]
+"""From numbers, ascending, to the micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,48 @@ class Batch:
     micro_batches: tuple[MicroBatch, ...]
     """Of this rank, in ascending order; a spare rank has none."""
     is_last_of_epoch: bool
+    read: Read = field(repr=False, compare=False)
+    """Reads other micro-batches of this batch."""
+
+    @property
+    def after(self) -> Position:
+        """Of the batch that follows."""
+        if self.is_last_of_epoch:
+            return Position(epoch=self.epoch + 1)
+        return Position(epoch=self.epoch, step_in_epoch=self.step_in_epoch + 1)
+
+    def pieces(self, numbers: tuple[int, ...]) -> tuple[MicroBatch, ...]:
+        """These micro-batches, in ascending order. What was dealt to another rank when the batch
+        was made is read now."""
+        if numbers == tuple([piece.number for piece in self.micro_batches]):
+            return self.micro_batches
+        held = {piece.number: piece for piece in self.micro_batches}
+        missing = tuple([number for number in numbers if number not in held])
+        if missing:
+            held |= {piece.number: piece for piece in self.read(missing)}
+        return tuple([held[number] for number in numbers])
+
+
+class Gate(Protocol):
+    """Stands before every batch of a feed."""
+
+    def begin(self, start: Position) -> Position | None:
+        """Where to begin; None where this feed is over already, for a rank that came later."""
+        ...
+
+    def between(self, last: Batch) -> None:
+        """After a batch, before the next is dealt."""
+        ...
+
+
+class OpenGate:
+    """Begins where it is told, and stops nobody."""
+
+    def begin(self, start: Position) -> Position | None:
+        return start
+
+    def between(self, last: Batch) -> None:
+        return None
 
 
 class Feed:
@@ -69,6 +115,7 @@ class Feed:
         workers: int | None = None,
         collate: Callable[[Sequence[Any]], Any] | None = None,
         start: Position | None = None,
+        gate: Gate | None = None,
     ) -> None:
         asked = Asked(
             batch_size=batch_size,
@@ -87,6 +134,7 @@ class Feed:
             workers=loader_workers,
         )
         self._shares = Shares(self._settings.num_micro_batches, owned)
+        self._gate: Gate = gate or OpenGate()
         self._reader: _Indexed | _Streamed
         if is_stream(data):
             self._reader = _Streamed(_stream(data, self._settings), self._shares, self._settings)
@@ -135,7 +183,12 @@ class Feed:
         return steps * self._settings.num_epochs - done
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._reader.batches()
+        start = self._gate.begin(self._settings.start)
+        if start is None:
+            return
+        for batch in self._reader.batches(start):
+            yield batch
+            self._gate.between(batch)
 
 
 class _Indexed:
@@ -166,24 +219,33 @@ class _Indexed:
                 "the data the same as before?"
             )
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self, start: Position) -> Iterator[Batch]:
         ahead: ReadAhead | None = None
         dealer, settings = self._dealer, self._settings
         # in memory there is nothing to wait for, and sending data on costs more than reading it
         if settings.workers.num_workers and not isinstance(self._source, Columns):
             ahead = ReadAhead(self._source, dealer, settings.num_epochs, settings.workers)
         try:
-            for position in dealer.positions(settings.start, settings.num_epochs):
+            for position in dealer.positions(start, settings.num_epochs):
                 epoch, step = position.epoch, position.step_in_epoch
                 share = dealer.share(step)
                 if ahead is not None:
                     parts: Sequence[Any] = ahead.parts(position, share)
                 else:
                     parts = self._source.fetch(dealer.wanted(epoch, step, share))
-                yield _batch(position, share, parts, step == dealer.steps_per_epoch - 1)
+                is_last = step == dealer.steps_per_epoch - 1
+                yield _batch(position, share, parts, is_last, self._reader(position, share))
         finally:
             if ahead is not None:
                 ahead.close()
+
+    def _reader(self, position: Position, share: Share) -> Read:
+        def read(numbers: tuple[int, ...]) -> tuple[MicroBatch, ...]:
+            others = cut(share.num_samples, share.num_micro_batches, numbers)
+            wanted = self._dealer.wanted(position.epoch, position.step_in_epoch, others)
+            return _pieces(others, self._source.fetch(wanted))
+
+        return read
 
 
 class _Streamed:
@@ -203,24 +265,43 @@ class _Streamed:
                 "indexed."
             )
 
-    def batches(self) -> Iterator[Batch]:
-        start = self._settings.start
+    def batches(self, start: Position) -> Iterator[Batch]:
         if self._settings.workers.num_workers:
             steps = stream_ahead(self._stream, self._shares, start, self._settings.workers)
         else:
             steps = self._stream.steps(self._shares, start)
         for step in steps:
-            yield _batch(step.position, step.share, step.parts, step.is_last)
+            yield _batch(step.position, step.share, step.parts, step.is_last, self._reader(step))
+
+    def _reader(self, step: StreamStep) -> Read:
+        def read(numbers: tuple[int, ...]) -> tuple[MicroBatch, ...]:
+            others = cut(step.share.num_samples, step.share.num_micro_batches, numbers)
+            if step.group is not None:
+                runs = zip(others.starts, others.sizes, strict=True)
+                return _pieces(others, [step.group.part(begin, size) for begin, size in runs])
+            # A worker process has read it, and kept what was this rank's: once more from the start.
+            shares = Shares(self._shares.num_micro_batches, lambda active: numbers)
+            again = next(self._stream.steps(shares, step.position))
+            return _pieces(again.share, again.parts)
+
+        return read
 
 
-def _batch(position: Position, share: Share, parts: Iterable[Any], is_last: bool) -> Batch:
+def _pieces(share: Share, parts: Iterable[Any]) -> tuple[MicroBatch, ...]:
+    return tuple(map(MicroBatch, share.numbers, share.sizes, parts))
+
+
+def _batch(
+    position: Position, share: Share, parts: Iterable[Any], is_last: bool, read: Read
+) -> Batch:
     return Batch(
         step_in_epoch=position.step_in_epoch,
         epoch=position.epoch,
         num_samples=share.num_samples,
         num_micro_batches=share.num_micro_batches,
-        micro_batches=tuple(map(MicroBatch, share.numbers, share.sizes, parts)),
+        micro_batches=_pieces(share, parts),
         is_last_of_epoch=is_last,
+        read=read,
     )
 
 

@@ -88,7 +88,7 @@ class Shares:
         if share is None:
             if len(self._known) >= _MAX_SHARES:
                 self._known.clear()
-            share = self._known[key] = _cut(num_samples, active, key[1])
+            share = self._known[key] = cut(num_samples, active, key[1])
         return share
 
     def frozen(self) -> Shares:
@@ -168,7 +168,7 @@ class Dealer:
         self._block_start = step
 
 
-def _cut(num_samples: int, active: int, numbers: tuple[int, ...]) -> Share:
+def cut(num_samples: int, active: int, numbers: tuple[int, ...]) -> Share:
     if list(numbers) != sorted(set(numbers)) or not all(0 <= n < active for n in numbers):
         raise DataError(
             f"a rank was given the micro-batches {numbers} of {active}; expected ascending "

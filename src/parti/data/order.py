@@ -67,11 +67,13 @@ def split(num_samples: int, num_parts: int) -> tuple[int, ...]:
 
 
 def default_micro_batches(batch_size: int) -> int:
-    """The largest power of two up to batch_size / 32, from 1 to 8.
+    """The largest power of two up to batch_size / 32, from 2 to 8; 1 for less than 4 samples.
 
-    A function of the batch size alone: the number of processes must not change the program.
+    A function of the batch size alone: the number of processes must not change the program. Two at
+    least, so that a second process has work also where a few samples are a lot of it.
     """
-    return min(8, 1 << max(0, (batch_size // 32).bit_length() - 1))
+    least = 2 if batch_size >= 4 else 1
+    return min(8, max(least, 1 << max(0, (batch_size // 32).bit_length() - 1)))
 
 
 def permute(indices: NDArray[np.integer], n: int, seed: int, epoch: int) -> Indices:

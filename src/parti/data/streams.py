@@ -45,6 +45,8 @@ class StreamStep:
     is_last: bool
     share: Share
     parts: Sequence[Any]
+    group: Group | None
+    """All of the step's samples; None where another process has read them."""
 
 
 class Group(Protocol):
@@ -82,6 +84,7 @@ class Stream:
                     is_last=is_last,
                     share=share,
                     parts=[group.part(begin, size) for begin, size in runs],
+                    group=group,
                 )
 
     def _gathered(self, epoch: int) -> Iterator[tuple[Group, bool]]:

@@ -19,7 +19,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,8 @@ class _StreamReading(IterableDataset[Any]):
         # order. This one has to see all, in the order it would give them outside.
         torch_worker._worker_info = None
         try:
-            yield from self._stream.steps(self._shares, self._start)
+            for step in self._stream.steps(self._shares, self._start):
+                yield replace(step, group=None)  # what other ranks compute is not sent along
         except Exception as error:
             yield _Failure(str(error), traceback.format_exc())
 

@@ -53,6 +53,8 @@ class Bucket:
 
 
 class AcrossGradients:
+    needs_meeting = True
+
     def __init__(
         self,
         layout: Layout,
@@ -82,8 +84,10 @@ class AcrossGradients:
         self._puts_left = 0
         self._streamed: list[bool] = []
         self._program = lru_cache(maxsize=64)(self._write_program)
-        for i, parameter in enumerate(parameters):
+        self._hooks = [
             parameter.register_post_accumulate_grad_hook(_Hook(self, i))  # type: ignore[no-untyped-call]
+            for i, parameter in enumerate(parameters)
+        ]
 
     def begin(self, deal: Deal, *, early: bool) -> None:
         self._local.begin(deal, early=early)
@@ -144,12 +148,20 @@ class AcrossGradients:
         self._sender.join()
         if self._failure is not None:
             raise self._failure
-        for piece in self._local.kept():
+        for piece in self._local.of_slot_0(self._neighbours.index):
             scale_all(piece, scale)
             yield piece
 
-    def spread(self) -> list[torch.Tensor]:
-        return self._local.spread()
+    def sums_of(self, owner: int, scale: float) -> Sums:
+        # Kept and scaled by its owner before the neighbours met.
+        return self._local.of_slot_0(owner)
+
+    def whole(self) -> list[torch.Tensor]:
+        return self._local.whole_of_slots_0()
+
+    def release(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     def _say_finished(self, num_entries: int) -> None:
         self._finished[self._neighbours.index].fill_(self._mark(num_entries))

@@ -70,7 +70,12 @@ def gather(world: World, value: Any, axis: int) -> Any:
     parts = _everyones(world, value, None)
     if not parts:
         raise DataError("there is nothing to gather: no rank has a value.")
-    flattened = [tree_flatten(part.value) for part in parts]
+    return join([part.value for part in parts], axis)
+
+
+def join(values: Sequence[Any], axis: int = 0) -> Any:
+    """Values of one structure, one after the other, tensor by tensor."""
+    flattened = [tree_flatten(value) for value in values]
     leaves = [
         _join([leaves[i] for leaves, _ in flattened], axis) for i in range(len(flattened[0][0]))
     ]

@@ -68,8 +68,21 @@ class Gradients(Protocol):
         """
         ...
 
-    def spread(self) -> list[torch.Tensor]:
-        """After all `sums` were kept: the whole on every rank, a tensor for each parameter."""
+    def sums_of(self, owner: int, scale: float) -> Sums:
+        """What `sums` gives that neighbour, in its pieces; for whoever takes its place."""
+        ...
+
+    def whole(self) -> list[torch.Tensor]:
+        """After all neighbours have kept their sums and met: a tensor for each parameter."""
+        ...
+
+    @property
+    def needs_meeting(self) -> bool:
+        """Sums of others are whole only when all neighbours have kept theirs and met."""
+        ...
+
+    def release(self) -> None:
+        """Let go of the parameters."""
         ...
 
 
@@ -121,15 +134,27 @@ class HeldGradients:
             scale_all(piece, scale)
             yield piece
 
-    def spread(self) -> list[torch.Tensor]:
+    def sums_of(self, owner: int, scale: float) -> Sums:
+        raise AssertionError("a rank that is alone takes nobody's place")
+
+    def whole(self) -> list[torch.Tensor]:
         return self._slots[0]
+
+    needs_meeting = False
+
+    def release(self) -> None:
+        return None
 
 
 class SharedGradients:
     """For ranks that read one another's memory. Each adds up the chunks it owns.
 
-    What is added up goes to a buffer of one piece: the slots stay whole to the end of the step.
+    What is added up goes to a buffer of one piece, or where it is to be kept, to memory of its own:
+    the slots stay whole to the end of the step, so that any rank can add up what another, who is
+    lost, has not.
     """
+
+    needs_meeting = False
 
     def __init__(
         self,
@@ -145,6 +170,7 @@ class SharedGradients:
         self.runs = runs or layout.own(len(neighbours.ranks))
         self.pieces = cut_pieces(layout, self.runs[neighbours.index])
         self._num_slots = 0
+        self._kept: Region | None = None
 
     def begin(self, deal: Deal, *, early: bool) -> None:
         self._deal = deal
@@ -163,7 +189,9 @@ class SharedGradients:
             homes_of(self._parameters, views) for views in self._views
         ]
         self._buffer = torch.empty(
-            max((self._size(piece) for piece in self.pieces), default=0),
+            max(self._size(piece) for run in self.runs for piece in cut_pieces(self._layout, run))
+            if self._layout.chunks
+            else 0,
             dtype=torch.uint8,
             device=self._region.mine.device,
         )
@@ -203,7 +231,15 @@ class SharedGradients:
         self._views[into][entry].add_(self._views[source][entry])
 
     def sums(self, scale: float, *, keep: bool) -> Sums:
-        for blocks, chunks in self._program(self._deal, keep):
+        if keep and self._kept is None:
+            self._kept = self._neighbours.allocate(max(map(self._size, self.runs)))
+        return self._add_up(self._neighbours.index, scale, keep)
+
+    def sums_of(self, owner: int, scale: float) -> Sums:
+        return self._add_up(owner, scale, False)
+
+    def _add_up(self, owner: int, scale: float, keep: bool) -> Sums:
+        for blocks, chunks in self._program(self._deal, owner, keep):
             # Block by block, so that a sum is still in the nearest cache when it is scaled.
             for adds, result in blocks:
                 for left, right, into in adds:
@@ -211,35 +247,45 @@ class SharedGradients:
                 scale_all((result,), scale)
             yield chunks
 
-    def kept(self) -> Iterator[list[torch.Tensor]]:
-        """The owned chunks of slot 0, piece by piece."""
-        for piece in self.pieces:
-            yield self._chunks(piece, self.block(self._neighbours.index, 0), 0)
+    def of_slot_0(self, owner: int) -> Iterator[list[torch.Tensor]]:
+        """The chunks that a neighbour owns as they lie in its slot 0, piece by piece."""
+        for piece in cut_pieces(self._layout, self.runs[owner]):
+            yield self._chunks(piece, self.block(owner, 0), 0)
 
-    def spread(self) -> list[torch.Tensor]:
-        self._neighbours.exchange(b"")  # all sums are there
-        blocks = [self.block(i, 0) for i in range(len(self._neighbours.ranks))]
-        me = self._neighbours.index
-        for owner, run in enumerate(self.runs):
-            if owner != me and run:
+    def whole(self) -> list[torch.Tensor]:
+        assert self._kept is not None
+        mine = self.block(self._neighbours.index, 0)
+        for run, kept in zip(self.runs, self._kept.views, strict=True):
+            if run:
                 low, high = extent(self._layout, run)
-                blocks[me][low:high].copy_(blocks[owner][low:high])
-        self._neighbours.exchange(b"")  # all have copied them; slots may be written again
+                mine[low:high].copy_(kept[: high - low])
         return self._views[0]
 
-    def _write_program(self, deal: Deal, keep: bool) -> list[_PieceOfWork]:
+    def whole_of_slots_0(self) -> list[torch.Tensor]:
+        """The same where every owner has its sums in its own slot 0."""
+        mine = self.block(self._neighbours.index, 0)
+        for owner, run in enumerate(self.runs):
+            if owner != self._neighbours.index and run:
+                low, high = extent(self._layout, run)
+                mine[low:high].copy_(self.block(owner, 0)[low:high])
+        return self._views[0]
+
+    def release(self) -> None:
+        return None
+
+    def _write_program(self, deal: Deal, owner: int, keep: bool) -> list[_PieceOfWork]:
         """The additions of a step, block by block, with every operand already cut to size."""
-        me = self._neighbours.index
         nodes = [deal.nodes[rank] for rank in self._neighbours.ranks]
         held = [
             (neighbour, slot) for neighbour, own in enumerate(nodes) for slot in range(len(own))
         ]
         adds = combine(tuple(node for own in nodes for node in own), (0, deal.num_leaves))
         program = []
-        for piece in self.pieces:
-            target, start = self.block(me, 0), 0
-            if not keep:
-                target, start = self._buffer, extent(self._layout, piece)[0]
+        for piece in cut_pieces(self._layout, self.runs[owner]):
+            target, start = self._buffer, extent(self._layout, piece)[0]
+            if keep:
+                assert self._kept is not None
+                target, start = self._kept.mine, extent(self._layout, self.runs[owner])[0]
             work = []
             for low, high, dtype in blocks(self._layout, piece):
                 operands = [self.block(n, slot)[low:high].view(dtype) for n, slot in held]
@@ -258,8 +304,10 @@ class SharedGradients:
             for chunk in chunks
         ]
 
-    def _size(self, piece: range) -> int:
-        low, high = extent(self._layout, piece)
+    def _size(self, run: range) -> int:
+        if not run:
+            return 0
+        low, high = extent(self._layout, run)
         return high - low
 
     def block(self, neighbour: int, slot: int) -> torch.Tensor:
@@ -333,6 +381,13 @@ def scale_all(tensors: Sequence[torch.Tensor], factor: float) -> None:
         # Not in one call: on CPU that rounds the factor to bfloat16 where the tensors are.
         for tensor in tensors:
             tensor.mul_(factor)
+
+
+def scaled(tensors: Sequence[torch.Tensor], factor: float) -> list[torch.Tensor]:
+    """What `scale_all` would make of them, in memory of its own."""
+    copies = [tensor.clone() for tensor in tensors]
+    scale_all(copies, factor)
+    return copies
 
 
 def square_norms(chunks: Sequence[torch.Tensor]) -> list[float]:

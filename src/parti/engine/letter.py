@@ -1,7 +1,7 @@
 """What every rank tells every other at the end of backward, as bytes. Pure.
 
 One exchange carries it all: what was computed, the sums and counts of the losses, which parameters
-were reached, and the sums of buffers.
+were reached, the sums of buffers, and what the caller wants counted with the step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from parti.errors import RankMismatch
 
-_HEAD = struct.Struct("<qqqqq")
+_HEAD = struct.Struct("<qqqqqq")
 _EVERYTHING_USED = b""
 
 
@@ -25,6 +25,10 @@ class Letter:
     used: bytes
     """One byte a parameter, 1 where a gradient was made; empty where all were."""
     buffers: bytes
+    carried: bytes = b""
+    """What the caller adds; it counts if the step does."""
+    is_called: bool = False
+    """A newer world waits for this step's end. What rank 0 says of it is acted on."""
 
 
 def write(letter: Letter) -> bytes:
@@ -32,17 +36,23 @@ def write(letter: Letter) -> bytes:
     return b"".join(
         (
             _HEAD.pack(
-                letter.step, letter.num_samples, len(numbers), len(letter.used), len(letter.buffers)
+                letter.step,
+                letter.num_samples,
+                len(numbers),
+                len(letter.used),
+                len(letter.buffers),
+                letter.is_called,
             ),
             struct.pack(f"<{len(numbers)}d", *numbers),
             letter.used,
             letter.buffers,
+            letter.carried,
         )
     )
 
 
 def read(data: bytes) -> Letter:
-    step, num_samples, num_numbers, num_used, _ = _HEAD.unpack_from(data)
+    step, num_samples, num_numbers, num_used, num_buffers, is_called = _HEAD.unpack_from(data)
     numbers = struct.unpack_from(f"<{num_numbers}d", data, _HEAD.size)
     start = _HEAD.size + 8 * num_numbers
     return Letter(
@@ -50,7 +60,9 @@ def read(data: bytes) -> Letter:
         num_samples,
         tuple(zip(numbers[::2], numbers[1::2], strict=True)),
         data[start : start + num_used],
-        data[start + num_used :],
+        data[start + num_used : start + num_used + num_buffers],
+        data[start + num_used + num_buffers :],
+        bool(is_called),
     )
 
 

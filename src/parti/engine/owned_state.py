@@ -3,14 +3,15 @@
 The optimizer makes its state on a chunk's first step; it is then moved into a region laid out like
 the chunks: one column for each tensor of the parameter's shape ("exp_avg", ...) and a table of
 scalars ("step", ...). Between steps nobody writes, so any rank may show the whole state without
-asking the others, and a process that dies takes nothing with it.
+asking the others, and a process that dies takes nothing with it: whoever takes its place finds its
+state where it was.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from parti.comm.protocol import Neighbours
 from parti.engine.layout import Layout
 
 _CELL_BYTES = 8
+
+States = defaultdict[torch.Tensor, dict[str, Any]]
+"""What an optimizer keeps for each tensor it steps on."""
 
 
 class OwnedState:
@@ -33,7 +37,7 @@ class OwnedState:
         neighbours: Neighbours,
     ) -> None:
         """`runs[i]` are the chunk numbers of neighbour i; `chunks` are my own, cut to size."""
-        self.of_chunks: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+        self.of_chunks: States = defaultdict(dict)
         self._parameters = parameters
         self._layout = layout
         self._runs = runs
@@ -50,6 +54,7 @@ class OwnedState:
             self._table_bytes + len(self._columns) * self._column_bytes
         )
         self._unsettled = set(self._mine) if self._columns or self._scalars else set()
+        self._taken_from: dict[torch.Tensor, dict[str, Any]] = {}
         self._hooks = (
             optimizer.register_state_dict_pre_hook(self.show),
             optimizer.register_state_dict_post_hook(self.hide),
@@ -68,21 +73,69 @@ class OwnedState:
             self._take(optimizer)
             self._is_waiting = False
 
+    def commit(self) -> None:
+        """Everybody has taken its part of what was loaded."""
+        self._taken_from = {}
+
+    def in_place_of(self, owner: int, chunks: Mapping[int, torch.Tensor], begun: bool) -> States:
+        """The state of a lost neighbour's chunks, by tensors that stand for them.
+
+        One that had not `begun` with the update may not have taken in what was loaded.
+        """
+        if self._taken_from and not begun:
+            for number in chunks:
+                self._cell(owner, number, 0, torch.int64).zero_()
+                state = self._cut_state(number, self._taken_from)
+                if state:
+                    self._move_in(owner, number, state)
+        states: States = defaultdict(dict)
+        for number, chunk in chunks.items():
+            if self._cell(owner, number, 0, torch.int64):
+                states[chunk] = self._homes(owner, number)
+        return states
+
+    def bytes_of(self, owner: int, run: range) -> list[torch.Tensor]:
+        """All that is held for a run of an owner's chunks, as flat bytes."""
+        if not self._columns and not self._scalars:
+            return []
+        low = self._layout.chunks[run.start].low
+        high = self._layout.chunks[run.stop - 1].high
+        row_bytes = _CELL_BYTES * (1 + len(self._scalars))
+        view = self._region.views[owner]
+        held = [view[row_bytes * run.start : row_bytes * run.stop]]
+        for column in range(len(self._columns)):
+            start = self._table_bytes + column * self._column_bytes - self._starts[owner]
+            held.append(view[start + low : start + high])
+        return held
+
+    def most_bytes(self, run: range) -> int:
+        """What `bytes_of` takes for a run of chunks."""
+        if not run:
+            return 0
+        size = self._layout.chunks[run.stop - 1].high - self._layout.chunks[run.start].low
+        return len(self._columns) * size + _CELL_BYTES * (1 + len(self._scalars)) * len(run)
+
     def release(self, optimizer: Optimizer) -> None:
         """Leave the optimizer with its whole state and without our hooks."""
         self.show(optimizer)
         for hook in self._hooks:
             hook.remove()
 
-    def settle(self) -> None:
+    def settle(self, run: range) -> None:
         """Move state that the optimizer has just made to where the neighbours can read it."""
         if not self._unsettled:
             return
-        for number in sorted(self._unsettled):
+        for number in run:
             chunk = self._mine[number]
-            if chunk in self.of_chunks:
-                self.of_chunks[chunk] = self._move_in(number, self.of_chunks[chunk])
+            if number in self._unsettled and chunk in self.of_chunks:
+                self.of_chunks[chunk] = self._move_in(self._me, number, self.of_chunks[chunk])
                 self._unsettled.discard(number)
+
+    def settle_for(self, owner: int, chunks: Mapping[int, torch.Tensor], states: States) -> None:
+        """The same in the place of a lost neighbour."""
+        for number, chunk in chunks.items():
+            if chunk in states and not self._cell(owner, number, 0, torch.int64):
+                self._move_in(owner, number, states[chunk])
 
     def show(self, optimizer: Optimizer) -> None:
         """Give the user's parameters their state, put together from every owner's chunks."""
@@ -115,33 +168,48 @@ class OwnedState:
         """Cut the state of the user's parameters, loaded or there from the start, into chunks."""
         self.of_chunks.clear()
         for number, chunk in self._mine.items():
-            whole = optimizer.state.get(self._parameters[self._layout.chunks[number].entry])
+            state = self._cut_state(number, optimizer.state)
             self._cell(self._me, number, 0, torch.int64).zero_()
-            if not whole:
+            if not state:
                 if self._columns or self._scalars:
                     self._unsettled.add(number)
                 continue
-            state = {
-                name: self._slice(number, value)
-                if name in self._columns and isinstance(value, torch.Tensor)
-                else value
-                for name, value in whole.items()
-            }
-            self.of_chunks[chunk] = self._move_in(number, state)
+            self.of_chunks[chunk] = self._move_in(self._me, number, state)
             self._unsettled.discard(number)
-        for parameter in self._parameters:
-            optimizer.state.pop(parameter, None)
+        self._taken_from = {
+            parameter: optimizer.state.pop(parameter)
+            for parameter in self._parameters
+            if parameter in optimizer.state
+        }
 
-    def _move_in(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
+    def _cut_state(self, number: int, states: Mapping[torch.Tensor, Any]) -> dict[str, Any]:
+        """A chunk's part of the state of its parameter; empty where there is none."""
+        whole = states.get(self._parameters[self._layout.chunks[number].entry]) or {}
+        return {
+            name: self._slice(number, value)
+            if name in self._columns and isinstance(value, torch.Tensor)
+            else value
+            for name, value in whole.items()
+        }
+
+    def _move_in(self, owner: int, number: int, state: dict[str, Any]) -> dict[str, Any]:
         homes: dict[str, Any] = dict(state)
         for column, name in enumerate(self._columns):
             if isinstance(state.get(name), torch.Tensor):
-                homes[name] = self._column(self._me, number, column).copy_(state[name])
+                homes[name] = self._column(owner, number, column).copy_(state[name])
         for i, name in enumerate(self._scalars, start=1):
-            homes[name] = self._cell(self._me, number, i, torch.float32).copy_(
+            homes[name] = self._cell(owner, number, i, torch.float32).copy_(
                 torch.as_tensor(state[name])
             )
-        self._cell(self._me, number, 0, torch.int64).fill_(1)
+        self._cell(owner, number, 0, torch.int64).fill_(1)
+        return homes
+
+    def _homes(self, owner: int, number: int) -> dict[str, Any]:
+        homes = {
+            name: self._column(owner, number, column) for column, name in enumerate(self._columns)
+        }
+        for i, name in enumerate(self._scalars, start=1):
+            homes[name] = self._cell(owner, number, i, torch.float32)
         return homes
 
     def _cell(self, owner: int, number: int, i: int, dtype: torch.dtype) -> torch.Tensor:

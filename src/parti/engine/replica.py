@@ -7,12 +7,14 @@ ranks (`placement.py`, `tree.py`).
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,24 +23,31 @@ from torch.utils._pytree import tree_map_only
 
 from parti.comm.protocol import Phase
 from parti.comm.world import World
-from parti.data.batches import Batch, Feed
+from parti.data.batches import Batch, Feed, Gate
 from parti.data.order import Position
 from parti.engine import letter as letters
 from parti.engine.buffers import Buffers
 from parti.engine.collect import Reduction, gather, reduce
+from parti.engine.feeds import Feeds, Kept, place_of_caller
 from parti.engine.forward import Weighed, call, weigh
-from parti.engine.gradients import Sums, scale_all, square_norms
+from parti.engine.gradients import square_norms
 from parti.engine.layout import LINE_BYTES
 from parti.engine.placement import Deal, deal
 from parti.engine.randomness import Randomness
+from parti.engine.recovery import Settlers, StepUpdate, Timed, join, settle
 from parti.engine.report import Part, Parts, StepReport, StepTimes
 from parti.engine.trained import Trained
 from parti.engine.transforms.direct_gradients import Destinations, write_directly
 from parti.engine.tree import Leaf, Share, tree_sum
 from parti.engine.tuning import Applied
-from parti.errors import ConfigError
+from parti.engine.update import Order
+from parti.errors import CommError, ConfigError, PeerLost
 
 Forward = Callable[..., Any]
+Carry = Callable[[Sequence[Part]], bytes]
+"""From what the micro-batches of this rank gave beside their losses to what others need of it."""
+
+T = TypeVar("T")
 _DOUBLE = struct.Struct("<d")
 
 
@@ -63,19 +72,23 @@ class Replica:
         self._exact = exact
         self._applied = Applied(()) if applied is None else applied
         self._world = world
+        self._is_attempting = False
         self._models = tuple(models)
-        direct = write_directly(models) if len(world.neighbours.ranks) > 1 else None
-        if direct is not None:
-            direct.on()
         self._optimizers = tuple(optimizers)
-        self._trained = {id(o): Trained(o, models, world) for o in optimizers}
+        self._trained = self._train_in(world)
         self._buffers = Buffers(models)
         world.copy_from_first(_everything(models, optimizers))
         self._randomness = Randomness(seed, device)
         self._precision = precision
         self._seed = seed
         self.step_number = 0
+        self._feeds = Feeds()
+        self._is_called = False
+        self._kept: list[Kept] = []
+        self._listeners: list[Callable[[], None]] = []
         self._randomness.after_step(-1)
+        if world.generation:
+            world.succession.settled(world)
 
     @property
     def rank(self) -> int:
@@ -131,7 +144,38 @@ class Replica:
         slices each batch is cut into, the unit of work that is dealt to processes; like the seed it
         is part of the training program. By default it follows from the batch size. A DataLoader
         brings its own settings, and `start` skips to a position without reading what lies before.
+
+        A process that takes the place of a lost one goes through the script, too: loops that the
+        others have behind them are empty for it, and the one they are in begins where they are.
         """
+        return self.feed(
+            data,
+            batch_size=batch_size,
+            micro_batches=micro_batches,
+            epochs=epochs,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            workers=workers,
+            collate=collate,
+            start=start,
+            gate=_Gate(self, place_of_caller()),
+        )
+
+    def feed(
+        self,
+        data: Any,
+        *,
+        batch_size: int | None,
+        micro_batches: int | None,
+        epochs: int = 1,
+        shuffle: bool | None,
+        drop_last: bool | None = None,
+        workers: int | None,
+        collate: Callable[[Sequence[Any]], Any] | None,
+        start: Position | None = None,
+        gate: Gate | None = None,
+    ) -> Feed:
+        """The same for who knows where the others are."""
         return Feed(
             data,
             batch_size=batch_size,
@@ -143,8 +187,31 @@ class Replica:
             workers=workers,
             collate=collate,
             start=start,
+            gate=gate,
             owned=lambda active: self._deal(active).shares[self.rank].micro_batches,
         )
+
+    def keep(self, what: Kept) -> None:
+        """Have something besides models and optimizers given to processes that come later."""
+        self._kept.append(what)
+
+    def on_new_world(self, listener: Callable[[], None]) -> None:
+        """Have a function called whenever ranks have been lost or have come."""
+        self._listeners.append(listener)
+
+    def join(self) -> None:
+        """In a process that takes a lost one's place: wait for it, and be where the others are.
+        Elsewhere it does nothing."""
+        if self._world.generation == 0:
+            self._world, self._trained = join(self._settlers())
+            self._feeds.arrive()
+            self._randomness.after_step(self.step_number - 1)
+
+    def admit(self) -> None:
+        """Between two steps: let those in who have come, if the last step said so."""
+        if self._is_called:
+            self._is_called = False
+            self._go_on(None, None)
 
     def step(
         self,
@@ -153,53 +220,62 @@ class Replica:
         *,
         optimizer: Optimizer | None = None,
         clip_norm: float | None = None,
+        carry: Carry | None = None,
     ) -> StepReport:
         """One optimizer update from one global batch.
 
         `forward` is called once for each micro-batch computed here and returns its loss: a mean
         over the samples, a tensor of losses, a pair (sum, count), or `parti.Forward`. The update
         uses the gradient of the mean over everything counted in the global batch.
+
+        `carry` may turn what the micro-batches of this rank gave beside their losses into bytes;
+        everyone's are in the report, and they count if and only if the step does.
         """
+        wanted = _Wanted(forward, batch, optimizer, clip_norm, carry)
+        return self.attempt(lambda: self._step(wanted))
+
+    def _step(self, wanted: _Wanted) -> StepReport:
+        """A transaction. Until `_prepare` returns nothing has changed, and the loss of a rank makes
+        the others begin again; from there on the step is finished, by those who are left."""
         started = time.perf_counter()
-        trained = self._chosen(optimizer)
-        dealt = self._deal(batch.num_micro_batches)
+        trained = self._chosen(wanted.optimizer)
+        dealt = self._deal(wanted.batch.num_micro_batches)
         work = dealt.shares[self.rank]
-        results, used = self._applied.checked(
-            lambda: self._compute(trained, dealt, forward, batch),
-            decides=0 in work.micro_batches,
-            exchange=self._world.exchange,
-            rewind=self._buffers.rewind,
-        )
-        computed = time.perf_counter()
+        try:
+            results, used = self._applied.checked(
+                lambda: self._compute(trained, dealt, wanted),
+                decides=0 in work.micro_batches,
+                exchange=self._world.exchange,
+                rewind=self._buffers.rewind,
+            )
+            computed = time.perf_counter()
+            self._report(Phase.REDUCE)
+            mail = self._meet(results, used, work, wanted)
+            loss, count = _tally(mail)
+            met = time.perf_counter()
+            update, adding = self._prepare(trained, mail, count, wanted.clip_norm)
+        except CommError:
+            self._buffers.rewind()
+            raise
 
-        self._world.neighbours.report(Phase.REDUCE, self.step_number)
-        mail = self._meet(results, used, work, batch)
-        loss, count = _tally(mail)
+        self._report(Phase.OPTIMIZER)
         self._buffers.settle([each.buffers for each in mail], dealt)
-        met = time.perf_counter()
-        scale = 1.0 / count if count else 0.0
-        clips = clip_norm is not None
-        adding = [
-            _Timed(part.gradients.sums(scale, keep=clips or part.update.wants_all_sums))
-            for part in trained
-        ]
-        norm, sums = self._clip(adding, clip_norm)
-
-        self._world.neighbours.report(Phase.OPTIMIZER, self.step_number)
-        for part, mask, pieces in zip(trained, _split_mask(mail, trained), sums, strict=True):
-            part.update.step(mask, pieces)
+        update.carry_out()
+        self._close(update)
         self._randomness.after_step(self.step_number)
         self.step_number += 1
-        self._world.neighbours.report(Phase.USER, self.step_number)
+        self._is_called = mail[0].is_called
+        self._report(Phase.USER)
         ended = time.perf_counter()
         added_s = sum(each.spent_s for each in adding)
         return StepReport(
             step=self.step_number - 1,
             loss=loss,
             count=count,
-            num_samples=batch.num_samples,
-            grad_norm=norm,
+            num_samples=wanted.batch.num_samples,
+            grad_norm=update.norm,
             aux=tuple((number, result.aux) for number, result in results),
+            carried=tuple([each.carried for each in mail]),
             times=StepTimes(
                 compute_s=computed - started,
                 comm_s=met - computed + added_s,
@@ -207,17 +283,107 @@ class Replica:
             ),
         )
 
+    def attempt(self, unit: Callable[[], T]) -> T:
+        """Do something that all ranks do together; if one of them is lost meanwhile, do it again
+        with those who are left. So `unit` changes nothing that lasts before its last exchange."""
+        if self._is_attempting:
+            return unit()  # whoever called us begins again as a whole
+        self._is_attempting = True
+        try:
+            while True:
+                try:
+                    return unit()
+                except PeerLost as lost:
+                    self._go_on(lost, None)
+        finally:
+            self._is_attempting = False
+
+    def _close(self, update: StepUpdate) -> None:
+        """End a step whose weights have changed. All are through, or what the lost have left
+        undone is done for them."""
+        try:
+            if len(self._world.neighbours.ranks) > 1:
+                # From here on the user's code may write to its weights, and the next step to slots.
+                self._world.neighbours.exchange(b"")
+            update.commit()
+        except PeerLost as lost:
+            self._go_on(lost, update)
+
+    def _go_on(self, lost: CommError | None, unfinished: StepUpdate | None) -> None:
+        """Settle in the world that comes after this one."""
+        self._world, self._trained = settle(self._settlers(), lost, unfinished)
+        for listener in self._listeners:
+            listener()
+
+    def _settlers(self) -> Settlers:
+        return Settlers(
+            world=self._world,
+            trained=tuple(self._trained.values()),
+            step=self.step_number,
+            give=self._give,
+            take=self._take,
+            rebuild=self._train_in,
+        )
+
+    def _give(self) -> Mapping[str, Any]:
+        """All that a process needs to be where this one is, with the script run up to here."""
+        return {
+            "step": self.step_number,
+            "tensors": _everything(self._models, self._optimizers),
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "applied": self._applied.standing(),
+            "feeds": self._feeds.state_dict(),
+            "kept": [kept.state_dict() for kept in self._kept],
+        }
+
+    def _take(self, state: Mapping[str, Any]) -> None:
+        mine = _everything(self._models, self._optimizers)
+        with torch.no_grad():
+            for tensor, value in zip(mine, state["tensors"], strict=True):
+                tensor.copy_(value)
+        for optimizer, held in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(held)
+        self._applied.adopt(state["applied"])
+        self._feeds.load_state_dict(state["feeds"])
+        for kept, held in zip(self._kept, state["kept"], strict=True):
+            kept.load_state_dict(held)
+        self.step_number = state["step"]
+
+    def _train_in(self, world: World) -> dict[int, Trained]:
+        """What each optimizer trains, laid out for the ranks of a world."""
+        direct = write_directly(self._models) if len(world.neighbours.ranks) > 1 else None
+        if direct is not None:
+            direct.on()
+        return {
+            id(o): Trained(o, self._models, world, journaled=world.succession.recovers)
+            for o in self._optimizers
+        }
+
     def run(self, fn: Forward, batch: Batch) -> Parts:
         """Call `fn` without gradients on each micro-batch computed here."""
         parts = []
         self._buffers.begin(0)
-        for piece in batch.micro_batches:
+        dealt = self._deal(batch.num_micro_batches)
+        for piece in batch.pieces(dealt.shares[self.rank].micro_batches):
+            self._report(Phase.EVALUATE)
+            self._buffers.rewind()
             self._randomness.before_micro_batch(self.step_number, piece.number)
             with torch.no_grad(), self._precision():
                 value = call(fn, self._move(piece.data))
             parts.append(Part(piece.number, piece.num_samples, value))
+        self._buffers.rewind()
         self._randomness.after_step(self.step_number - 1)
-        return Parts(tuple(parts))
+        self._report(Phase.USER)
+        again = functools.partial(self._run_again, fn, batch, self.step_number)
+        return Parts(tuple(parts), again, self._world.generation)
+
+    def _run_again(self, fn: Forward, batch: Batch, step: int) -> Parts:
+        if self.step_number != step:
+            raise CommError(
+                f"what `run` gave at step {step} was lost with a rank, and the weights have moved "
+                f"on to step {self.step_number}. Reduce or gather it before the next step."
+            )
+        return self.run(fn, batch)
 
     def reduce(
         self,
@@ -233,29 +399,38 @@ class Replica:
         of samples, other values with `count`. With an axis, that axis is reduced as well, and a
         mean divides by the true number of elements along it.
         """
-        return reduce(self._world, value, Reduction.of(op), axis, count)
+        how = Reduction.of(op)
+        return self.attempt(lambda: reduce(self._world, self._complete(value), how, axis, count))
 
     def gather(self, value: Any, axis: int = 0) -> Any:
         """Values of all ranks joined along an axis, or the `Parts` of `run` in sample order."""
-        return gather(self._world, value, axis)
+        return self.attempt(lambda: gather(self._world, self._complete(value), axis))
+
+    def _complete(self, value: Any) -> Any:
+        """Parts that were made in an older world lack those of a lost rank: run them again."""
+        if isinstance(value, Parts) and value.generation != self._world.generation:
+            return value.again()
+        return value
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        self._world.exchange(b"")
+        self.exchange(b"")
 
     def exchange(self, payload: bytes) -> tuple[bytes, ...]:
         """Give some bytes, get everyone's, in rank order."""
-        return self._world.exchange(payload)
+        return self.attempt(lambda: self._world.exchange(payload))
+
+    def _report(self, phase: Phase) -> None:
+        self._world.neighbours.report(phase, self.step_number)
 
     def _compute(
-        self, trained: Sequence[Trained], dealt: Deal, forward: Forward, batch: Batch
+        self, trained: Sequence[Trained], dealt: Deal, wanted: _Wanted
     ) -> tuple[list[tuple[int, Weighed]], bytes]:
         """Backward over my micro-batches; gradients end up in slots, in the order of the tree."""
-        report = self._world.neighbours.report
-        by_number = {piece.number: piece for piece in batch.micro_batches}
+        work = dealt.shares[self.rank]
+        by_number = {piece.number: piece for piece in wanted.batch.pieces(work.micro_batches)}
         results: list[tuple[int, Weighed]] = []
         reached: list[bool] | None = None
-        work = dealt.shares[self.rank]
         self._buffers.begin(work.num_slots)
         for part in trained:
             part.drop()
@@ -268,12 +443,12 @@ class Replica:
                 self._buffers.merge(op.into, op.source)
                 continue
             piece = by_number[op.micro_batch]
-            report(Phase.FORWARD, self.step_number)
+            self._report(Phase.FORWARD)
             self._buffers.rewind()
             self._randomness.before_micro_batch(self.step_number, piece.number)
             with self._precision():
-                result = weigh(call(forward, self._move(piece.data)), piece.num_samples)
-            report(Phase.BACKWARD, self.step_number)
+                result = weigh(call(wanted.forward, self._move(piece.data)), piece.num_samples)
+            self._report(Phase.BACKWARD)
             with Destinations([part.gradients.homes(op.slot, op.onto) for part in trained]):
                 result.backward()
             made = [part.collect() for part in trained]
@@ -289,15 +464,17 @@ class Replica:
         return results, used
 
     def _meet(
-        self, results: list[tuple[int, Weighed]], used: bytes, work: Share, batch: Batch
+        self, results: list[tuple[int, Weighed]], used: bytes, work: Share, wanted: _Wanted
     ) -> list[letters.Letter]:
         """Tell the others what I have, and learn what they have. After it all gradients are in."""
         mine = letters.Letter(
             self.step_number,
-            batch.num_samples,
+            wanted.batch.num_samples,
             tuple([result.tally() for _, result in results]),
             used,
             self._buffers.letter(work),
+            b"" if wanted.carry is None else wanted.carry(_aux(results, wanted.batch)),
+            self._world.succession.is_called(self._world),
         )
         if self._world.size == 1:
             return [mine]
@@ -305,21 +482,41 @@ class Replica:
         letters.check_agreement(mail)
         return mail
 
-    def _clip(
-        self, adding: Sequence[_Timed], clip_norm: float | None
-    ) -> tuple[float | None, Sequence[Iterable[list[torch.Tensor]]]]:
-        """Clip by the norm over all parameters; the same on every rank to the bit."""
-        if clip_norm is None:
-            return None, adding
-        sums = [list(pieces) for pieces in adding]
-        chunks = [chunk for pieces in sums for piece in pieces for chunk in piece]
-        squares = square_norms(chunks)
-        everyones = self._world.neighbours.exchange(struct.pack(f"<{len(squares)}d", *squares))
-        # fsum rounds once, so the order in which ranks own chunks does not matter.
-        norm = math.sqrt(math.fsum(x for data in everyones for (x,) in _DOUBLE.iter_unpack(data)))
-        if norm > clip_norm:
-            scale_all(chunks, clip_norm / (norm + 1e-6))
-        return norm, sums
+    def _prepare(
+        self,
+        trained: Sequence[Trained],
+        mail: Sequence[letters.Letter],
+        count: float,
+        clip_norm: float | None,
+    ) -> tuple[StepUpdate, Sequence[Timed]]:
+        """Everything that can be known before weights change. Clipping goes by the norm over all
+        parameters, the same on every rank to the bit."""
+        scale = 1.0 / count if count else 0.0
+        meets = clip_norm is not None or any(
+            part.update.wants_whole or part.gradients.needs_meeting for part in trained
+        )
+        adding = [
+            Timed(part.gradients.sums(scale, keep=meets or part.update.wants_all_sums))
+            for part in trained
+        ]
+        sums: Sequence[Iterable[list[torch.Tensor]]] = adding
+        norm = factor = None
+        if meets:
+            sums = [list(pieces) for pieces in adding]
+            chunks = [chunk for pieces in sums for piece in pieces for chunk in piece]
+            squares = [] if clip_norm is None else square_norms(chunks)
+            everyones = self._world.neighbours.exchange(struct.pack(f"<{len(squares)}d", *squares))
+        if clip_norm is not None:
+            # fsum rounds once, so the order in which ranks own chunks does not matter.
+            norm = math.sqrt(
+                math.fsum(x for data in everyones for (x,) in _DOUBLE.iter_unpack(data))
+            )
+            factor = clip_norm / (norm + 1e-6) if norm > clip_norm else None
+        orders = [
+            Order(token=self.step_number + 1, used=mask, factor=factor)
+            for mask in _split_mask(mail, trained)
+        ]
+        return StepUpdate(trained, orders, sums, scale, norm), adding
 
     def _chosen(self, optimizer: Optimizer | None) -> list[Trained]:
         chosen = self._optimizers if optimizer is None else (optimizer,)
@@ -331,7 +528,9 @@ class Replica:
                 )
             if not self._trained[id(each)].is_current():
                 self._trained[id(each)].release()
-                self._trained[id(each)] = Trained(each, self._models, self._world)
+                self._trained[id(each)] = Trained(
+                    each, self._models, self._world, journaled=self._world.succession.recovers
+                )
         return [self._trained[id(each)] for each in chosen]
 
     def _deal(self, num_micro_batches: int) -> Deal:
@@ -352,22 +551,51 @@ class Replica:
         )
 
 
-class _Timed:
-    """Hands sums on as they come, and adds up how long each took to come."""
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Between the steps of a loop that knows by itself where it is: who has come is let in."""
 
-    def __init__(self, sums: Sums) -> None:
-        self._sums = sums
-        self.spent_s = 0.0
+    replica: Replica
 
-    def __iter__(self) -> Iterator[list[torch.Tensor]]:
-        return self
+    def begin(self, start: Position) -> Position | None:
+        return start
 
-    def __next__(self) -> list[torch.Tensor]:
-        started = time.perf_counter()
-        try:
-            return next(self._sums)
-        finally:
-            self.spent_s += time.perf_counter() - started
+    def between(self, last: Batch) -> None:
+        self.replica.admit()
+
+
+@dataclass(frozen=True, slots=True)
+class _Gate:
+    """Before every batch of a loop of the user's: who has come is let in, and finds its place."""
+
+    replica: Replica
+    place: str
+
+    def begin(self, start: Position) -> Position | None:
+        self.replica.join()
+        return self.replica._feeds.begin(self.place, start)
+
+    def between(self, last: Batch) -> None:
+        if self.replica._feeds.between(self.place, last.after, self.replica.step_number):
+            self.replica.admit()
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What the caller of a step has asked for."""
+
+    forward: Forward
+    batch: Batch
+    optimizer: Optimizer | None
+    clip_norm: float | None
+    carry: Carry | None
+
+
+def _aux(results: Sequence[tuple[int, Weighed]], batch: Batch) -> list[Part]:
+    sizes = {
+        piece.number: piece.num_samples for piece in batch.pieces(tuple(n for n, _ in results))
+    }
+    return [Part(number, sizes[number], result.aux) for number, result in results]
 
 
 def _everything(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:

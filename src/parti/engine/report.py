@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -31,6 +31,8 @@ class StepReport:
     grad_norm: float | None
     aux: tuple[tuple[int, Any], ...]
     """(micro-batch, `Forward.aux`) of the micro-batches computed on this rank."""
+    carried: tuple[bytes, ...]
+    """What each rank carried along (see `Replica.step`)."""
     times: StepTimes
 
 
@@ -48,6 +50,9 @@ class Parts:
     """What a function gave for each micro-batch on this rank; `reduce` and `gather` take it."""
 
     parts: tuple[Part, ...]
+    again: Callable[[], Parts] = field(repr=False)
+    """The same once more, dealt to the ranks there are then."""
+    generation: int = 0
 
     def __iter__(self) -> Iterator[Part]:
         return iter(self.parts)

@@ -19,7 +19,9 @@ from parti.errors import ConfigError, RankMismatch
 class Trained:
     """What one optimizer trains. Built anew when the user freezes or thaws parameters."""
 
-    def __init__(self, optimizer: Optimizer, models: Sequence[nn.Module], world: World) -> None:
+    def __init__(
+        self, optimizer: Optimizer, models: Sequence[nn.Module], world: World, *, journaled: bool
+    ) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError(
                 "LBFGS evaluates the loss several times in one step, which cannot be dealt to "
@@ -39,17 +41,28 @@ class Trained:
         self.update: Update
         if type(optimizer) in ELEMENTWISE:
             self.update = DividedUpdate(
-                optimizer, self.parameters, self.layout, self.gradients, world.neighbours
+                optimizer,
+                self.parameters,
+                self.layout,
+                self.gradients,
+                world.neighbours,
+                journaled=journaled,
             )
         else:
             self.update = WholeUpdate(optimizer, self.parameters, self.gradients)
+        self._wants_all_sums = self.update.wants_all_sums
 
     def is_current(self) -> bool:
-        """Whether the same parameters are trainable as when this was built."""
-        return [p.requires_grad for p in self._all] == self._flags
+        """Whether the same parameters are trainable, and are to be updated in the same way, as when
+        this was built."""
+        return (
+            self.update.wants_all_sums == self._wants_all_sums
+            and [p.requires_grad for p in self._all] == self._flags
+        )
 
     def release(self) -> None:
         """Give the optimizer its whole state back, before this is built anew."""
+        self.gradients.release()
         self.update.release()
 
     def collect(self) -> Made:

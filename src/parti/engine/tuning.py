@@ -114,6 +114,19 @@ class Applied:
         )
         self.changes = ()
 
+    def standing(self) -> tuple[bool, int, str | None]:
+        """How far the check is, for a rank that comes later."""
+        return self.check is None, self._steps_waited, self.complaint
+
+    def adopt(self, standing: tuple[bool, int, str | None]) -> None:
+        """Be where the other ranks are."""
+        is_checked, self._steps_waited, complaint = standing
+        if complaint is not None:
+            self._take_off(complaint)
+        if is_checked and self.check is not None:
+            self.check.stop()
+            self.check = None
+
     def undo(self) -> None:
         """Leave models and optimizers as they came. The allocator stays as it is."""
         if self.check is not None:

@@ -10,17 +10,19 @@ does the stepping: for the time of a step its parameters are the owned chunks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch.optim import Optimizer
 
-from parti.comm.protocol import Neighbours
-from parti.engine.gradients import Gradients, extent, flat
+from parti.comm.protocol import Neighbours, Phase
+from parti.engine.gradients import Gradients, cut_pieces, extent, flat, scale_all, scaled
+from parti.engine.journal import Journal, NoJournal, Progress, SharedJournal
 from parti.engine.layout import Chunk, Layout
-from parti.engine.owned_state import OwnedState
+from parti.engine.owned_state import OwnedState, States
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
@@ -36,18 +38,44 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 """Optimizers whose new weight depends on that weight's own gradient and state only."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What is to be done in one update; the same on every rank."""
+
+    token: int
+    """Tells this update from all others of the training."""
+    used: Sequence[bool] | None
+    """Which parameters of the layout got a gradient (None: all). The others are left alone,
+    momentum and decay included."""
+    factor: float | None
+    """What clipping multiplies all gradients with."""
+
+
 class Update(Protocol):
     @property
     def wants_all_sums(self) -> bool:
         """Whether `step` needs the sums of all pieces at once."""
         ...
 
-    def step(self, used: Sequence[bool] | None, sums: Iterable[list[torch.Tensor]]) -> None:
-        """Apply the summed gradients. `used` tells which parameters of the layout got any in this
-        step (None: all); the others are left alone, momentum and decay included.
+    @property
+    def wants_whole(self) -> bool:
+        """Whether it needs those of all ranks, so that they have to meet first."""
+        ...
 
-        All ranks are past their backward, and read no weights until this returns.
+    def step(self, order: Order, sums: Iterable[list[torch.Tensor]]) -> None:
+        """Apply the summed gradients.
+
+        All ranks are past their backward, and read no weights until they have met once more.
         """
+        ...
+
+    def finish(self, order: Order, lost: int, sums: Iterable[list[torch.Tensor]]) -> None:
+        """Do what a neighbour who is lost has not done of this update. One of those who are left
+        does so, after all of them are through `step`."""
+        ...
+
+    def commit(self) -> None:
+        """Every rank has done its part."""
         ...
 
     def release(self) -> None:
@@ -59,12 +87,15 @@ class Update(Protocol):
 class _Piece:
     """Owned chunks that are updated together, while all that belongs to them is in cache."""
 
+    run: range
     chunks: list[torch.Tensor]
     entries: list[int]
     groups: list[list[torch.Tensor]]
     """The same chunks, as the optimizer's groups hold them."""
     copies: list[tuple[torch.Tensor, torch.Tensor]]
-    """Where they lie with a neighbour, and where they lie here."""
+    """Where they lie with a neighbour, and where they lie with their owner."""
+    state: list[torch.Tensor]
+    """What is kept for them, as flat bytes."""
 
 
 class DividedUpdate:
@@ -75,26 +106,28 @@ class DividedUpdate:
         layout: Layout,
         gradients: Gradients,
         neighbours: Neighbours,
+        *,
+        journaled: bool,
     ) -> None:
         """`parameters` in layout order. Their memory moves to a region the neighbours can read."""
         self._optimizer = optimizer
         self._parameters = list(parameters)
         self._layout = layout
+        self._gradients = gradients
         self._neighbours = neighbours
         self._weights = _move(parameters, layout, neighbours)
-        self._pieces = [self._cut_piece(run) for run in gradients.pieces]
-        self._whole = _Piece(
-            [chunk for piece in self._pieces for chunk in piece.chunks],
-            [entry for piece in self._pieces for entry in piece.entries],
-            [
-                [chunk for piece in self._pieces for chunk in piece.groups[i]]
-                for i in range(len(optimizer.param_groups))
-            ],
-            [copy for piece in self._pieces for copy in piece.copies],
-        )
+        me = neighbours.index
+        mine = [self._cut(me, self._layout.chunks[i]) for i in gradients.runs[me]]
         self.state = OwnedState(
-            optimizer, self._parameters, layout, gradients.runs, self._whole.chunks, neighbours
+            optimizer, self._parameters, layout, gradients.runs, mine, neighbours
         )
+        chunks = dict(zip(gradients.runs[me], mine, strict=True))
+        self._pieces = [self._cut_piece(me, run, chunks) for run in gradients.pieces]
+        self._journal: Journal = NoJournal()
+        if journaled and self._weights:
+            # Room for the largest piece of any rank; for a whole run where hooks want all at once.
+            runs = gradients.runs if self.wants_all_sums else _all_pieces(layout, gradients.runs)
+            self._journal = SharedJournal(neighbours, max(map(self.state.most_bytes, runs)))
 
     @property
     def wants_all_sums(self) -> bool:
@@ -102,36 +135,103 @@ class DividedUpdate:
         optimizer = self._optimizer
         return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
-    def step(self, used: Sequence[bool] | None, sums: Iterable[list[torch.Tensor]]) -> None:
+    wants_whole = False
+
+    def step(self, order: Order, sums: Iterable[list[torch.Tensor]]) -> None:
         self.state.prepare(self._optimizer)
-        pieces = self._pieces
+        pieces, sums = self._dealt(self._pieces, sums)
+        self._journal.begin(order.token)
+        me = self._neighbours.index
+        with self._on_chunks(self.state.of_chunks):
+            for number, (piece, totals) in enumerate(zip(pieces, sums, strict=False)):
+                self._journal.log(me, number, piece.state)
+                self._neighbours.report(Phase.UPDATE, order.token - 1)
+                self._step_piece(piece, totals, order, is_last=piece is pieces[-1])
+                self.state.settle(piece.run)
+                self._journal.updated(me, number)
+                self._neighbours.report(Phase.HAND_OUT, order.token - 1)
+                for theirs, its in piece.copies:
+                    theirs.copy_(its)
+                self._journal.handed(me, number)
+
+    def finish(self, order: Order, lost: int, sums: Iterable[list[torch.Tensor]]) -> None:
+        run = self._gradients.runs[lost]
+        if not run:
+            return
+        chunks = {i: self._cut(lost, self._layout.chunks[i]) for i in run}
+        if self.wants_all_sums:
+            sums = [[total.clone() for total in piece] for piece in sums]
+        pieces, sums = self._dealt(
+            [self._cut_piece(lost, piece, chunks) for piece in cut_pieces(self._layout, run)], sums
+        )
+        journal = self._journal
+        done = journal.progress(lost, order.token)
+        if done is None:
+            journal.adopt(lost, order.token)
+        elif done.logged > done.updated:
+            journal.restore(lost, pieces[done.updated].state)
+        states = self.state.in_place_of(lost, chunks, begun=done is not None)
+        progress = done or Progress(0, 0, 0)
+        with self._on_chunks(states):
+            for number, (piece, totals) in enumerate(zip(pieces, sums, strict=False)):
+                if number >= progress.updated:
+                    self._change_for(lost, piece, totals, order, number, progress)
+                    self.state.settle_for(lost, {i: chunks[i] for i in piece.run}, states)
+                    journal.updated(lost, number)
+                if number >= progress.handed:
+                    for theirs, its in piece.copies:
+                        theirs.copy_(its)
+                    journal.handed(lost, number)
+
+    def _change_for(
+        self,
+        lost: int,
+        piece: _Piece,
+        totals: Sequence[torch.Tensor],
+        order: Order,
+        number: int,
+        progress: Progress,
+    ) -> None:
+        """Change a lost neighbour's piece in its own memory."""
+        low, high = extent(self._layout, piece.run)
+        # Mine are as they were: nothing of this piece has been handed out.
+        mine = self._weights[self._neighbours.index]
+        self._weights[lost][low:high].copy_(mine[low:high])
+        if number >= progress.logged:
+            self._journal.log(lost, number, piece.state)
+        self._neighbours.report(Phase.UPDATE, order.token - 1)
+        self._step_piece(piece, totals, order, is_last=self.wants_all_sums)
+
+    def _dealt(
+        self, pieces: list[_Piece], sums: Iterable[list[torch.Tensor]]
+    ) -> tuple[list[_Piece], Iterable[list[torch.Tensor]]]:
+        """Piece by piece, or where the optimizer is to be called once, all as one."""
         if self.wants_all_sums or not pieces:
-            pieces, sums = [self._whole], [[total for piece in sums for total in piece]]
+            all_sums = [[total for piece in sums for total in piece]]
+            return [_join(pieces, len(self._optimizer.param_groups))], all_sums
+        return pieces, sums
+
+    @contextmanager
+    def _on_chunks(self, states: States) -> Iterator[None]:
+        """The user's optimizer with chunks in place of its parameters."""
         optimizer = self._optimizer
         its_parameters = [group["params"] for group in optimizer.param_groups]
         its_state = optimizer.state
-        optimizer.state = self.state.of_chunks
+        optimizer.state = states
         try:
-            for piece, totals in zip(pieces, sums, strict=False):
-                self._step_piece(piece, totals, used, is_last=piece is pieces[-1])
+            yield
         finally:
             optimizer.state = its_state
             for group, parameters in zip(optimizer.param_groups, its_parameters, strict=True):
                 group["params"] = parameters
-        self.state.settle()
-        if self._weights:
-            # All have handed out theirs: from here on the user's code may write to its weights.
-            self._neighbours.exchange(b"")
 
     def _step_piece(
-        self,
-        piece: _Piece,
-        totals: Sequence[torch.Tensor],
-        used: Sequence[bool] | None,
-        *,
-        is_last: bool,
+        self, piece: _Piece, totals: Sequence[torch.Tensor], order: Order, *, is_last: bool
     ) -> None:
         optimizer = self._optimizer
+        if order.factor is not None:
+            totals = scaled(totals, order.factor)
+        used = order.used
         for chunk, entry, total in zip(piece.chunks, piece.entries, totals, strict=True):
             chunk.grad = total if used is None or used[entry] else None
         for group, chunks in zip(optimizer.param_groups, piece.groups, strict=True):
@@ -140,30 +240,30 @@ class DividedUpdate:
             optimizer.step()  # schedulers, hooks and profilers see one step
         else:
             type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
-        for theirs, mine in piece.copies:
-            theirs.copy_(mine)
+
+    def commit(self) -> None:
+        self.state.commit()
 
     def release(self) -> None:
         self.state.release(self._optimizer)
 
-    def _cut_piece(self, run: range) -> _Piece:
-        chunks = [self._cut(self._layout.chunks[i]) for i in run]
+    def _cut_piece(self, owner: int, run: range, chunks: Mapping[int, torch.Tensor]) -> _Piece:
         entries = [self._layout.chunks[i].entry for i in run]
         low, high = extent(self._layout, run)
-        me = self._neighbours.index
-        return _Piece(
-            chunks,
-            entries,
-            self._group(chunks, entries),
-            [
-                (theirs[low:high], self._weights[me][low:high])
-                for i, theirs in enumerate(self._weights)
-                if i != me
-            ],
-        )
+        mine = [chunks[i] for i in run]
+        copies = [
+            (theirs[low:high], self._weights[owner][low:high])
+            for i, theirs in enumerate(self._weights)
+            if i != owner
+        ]
+        state = self.state.bytes_of(owner, run)
+        return _Piece(run, mine, entries, self._group(mine, entries), copies, state)
 
-    def _cut(self, chunk: Chunk) -> torch.Tensor:
+    def _cut(self, owner: int, chunk: Chunk) -> torch.Tensor:
+        """A chunk of the owner's weights."""
         entry = self._layout.entries[chunk.entry]
+        if self._weights:
+            return self._weights[owner][chunk.low : chunk.high].view(entry.dtype)
         size = entry.dtype.itemsize
         whole = flat(self._parameters[chunk.entry].detach())
         return whole[(chunk.low - entry.offset) // size : (chunk.high - entry.offset) // size]
@@ -182,9 +282,14 @@ class DividedUpdate:
 
 
 class WholeUpdate:
-    """For optimizers that look at more than one element at a time, or that we do not know."""
+    """For optimizers that look at more than one element at a time, or that we do not know.
+
+    Every rank holds all of its state and changes nothing of anybody else's, so there is nothing to
+    finish for one who is lost.
+    """
 
     wants_all_sums = True
+    wants_whole = True
 
     def __init__(
         self, optimizer: Optimizer, parameters: Sequence[torch.Tensor], gradients: Gradients
@@ -193,19 +298,40 @@ class WholeUpdate:
         self._parameters = list(parameters)
         self._gradients = gradients
 
-    def step(self, used: Sequence[bool] | None, sums: Iterable[list[torch.Tensor]]) -> None:
-        for _ in sums:
-            pass  # they are kept, and spread as a whole
-        for i, (parameter, total) in enumerate(
-            zip(self._parameters, self._gradients.spread(), strict=True)
-        ):
-            parameter.grad = total if used is None or used[i] else None
+    def step(self, order: Order, sums: Iterable[list[torch.Tensor]]) -> None:
+        totals = self._gradients.whole()
+        if order.factor is not None:
+            scale_all(totals, order.factor)
+        for i, (parameter, total) in enumerate(zip(self._parameters, totals, strict=True)):
+            parameter.grad = total if order.used is None or order.used[i] else None
         self._optimizer.step()
         for parameter in self._parameters:
             parameter.grad = None
 
+    def finish(self, order: Order, lost: int, sums: Iterable[list[torch.Tensor]]) -> None:
+        return None
+
+    def commit(self) -> None:
+        return None
+
     def release(self) -> None:
         return None
+
+
+def _join(pieces: Sequence[_Piece], num_groups: int) -> _Piece:
+    """Neighbouring pieces as one."""
+    return _Piece(
+        range(pieces[0].run.start, pieces[-1].run.stop) if pieces else range(0),
+        [chunk for piece in pieces for chunk in piece.chunks],
+        [entry for piece in pieces for entry in piece.entries],
+        [[chunk for piece in pieces for chunk in piece.groups[i]] for i in range(num_groups)],
+        [copy for piece in pieces for copy in piece.copies],
+        [state for piece in pieces for state in piece.state],
+    )
+
+
+def _all_pieces(layout: Layout, runs: Sequence[range]) -> list[range]:
+    return [piece for run in runs for piece in cut_pieces(layout, run)]
 
 
 def _move(

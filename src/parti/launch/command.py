@@ -30,6 +30,7 @@ class RunOptions:
     nodes: int | None = None
     node_rank: int | None = None
     address: str | None = None
+    num_spares: int = 0
     threads: int | None = None
     tuning: ProcessTuning = field(default_factory=ProcessTuning)
 
@@ -63,6 +64,14 @@ def read_options(arguments: Sequence[str]) -> RunOptions:
         add("--nodes", type=int, metavar="K", help="hosts of the job; start `parti run` on each"),
         add("--node-rank", type=int, metavar="I", help="which of them this host is, from 0"),
         add("--address", metavar="HOST:PORT", help="where node 0 is reached"),
+        add(
+            "--spares",
+            dest="num_spares",
+            type=int,
+            default=0,
+            metavar="K",
+            help="warm processes that stand by to take a lost one's place [0]",
+        ),
         add("--threads", type=int, metavar="T", help="threads per process [cores / processes]"),
     )
     add("-m", dest="is_module", action="store_true", help="the script is the name of a module")
@@ -85,6 +94,7 @@ def read_options(arguments: Sequence[str]) -> RunOptions:
         nodes=read.nodes,
         node_rank=read.node_rank,
         address=read.address,
+        num_spares=read.num_spares,
         threads=read.threads,
         tuning=ProcessTuning(
             allocator=not (read.no_allocator_tuning or read.no_tuning),
@@ -108,6 +118,8 @@ def run_script(options: RunOptions) -> int:
         _check_script(Path(options.script))
     if options.threads is not None and options.threads < 1:
         raise ConfigError(f"--threads is {options.threads}; it has to be 1 or more")
+    if options.num_spares < 0:
+        raise ConfigError(f"--spares is {options.num_spares}; it has to be 0 or more")
     nodes, requested = _nodes_and_request(options, environ)
     what = ("-m", options.script) if options.is_module else (options.script,)
     job = Job(
@@ -116,6 +128,7 @@ def run_script(options: RunOptions) -> int:
         num_processes=_count(options.num_processes, requested, environ),
         name=options.name,
         runs_dir=options.runs_dir,
+        num_spares=options.num_spares,
         threads=options.threads,
         tuning=options.tuning,
         nodes=nodes,

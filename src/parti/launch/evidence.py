@@ -27,14 +27,15 @@ class Reports:
             return
         self._looked_s = time.monotonic()
         for name in os.listdir(self._directory):
-            rank = name.removesuffix(".json")
-            if rank.isdigit() and int(rank) not in self._found:
+            member = name.removesuffix(".json")
+            if member.isdigit() and int(member) not in self._found:
                 report = _read_report(self._directory / name)
                 if report is not None:
-                    self._found[int(rank)] = report
+                    self._found[int(member)] = report
 
-    def of(self, rank: int) -> Report | None:
-        return self._found.get(rank)
+    def of(self, member: int) -> Report | None:
+        """What the process with this number has reported."""
+        return self._found.get(member)
 
 
 def _read_report(path: Path) -> Report | None:

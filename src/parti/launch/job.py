@@ -47,6 +47,8 @@ class Job:
     """On this host."""
     name: str | None = None
     runs_dir: Path = Path("runs")
+    num_spares: int = 0
+    """Warm processes that stand by on this host."""
     threads: int | None = None
     tuning: ProcessTuning = field(default_factory=ProcessTuning)
     cwd: str | None = None
@@ -99,6 +101,7 @@ class OpenJob:
             cwd=self._job.cwd,
             run_directory=self._run_directory,
             failure_directory=self.scratch / "failures",
+            num_spares=self._job.num_spares,
         )
         with signal_inbox(is_wanted=wants_signals) as inbox:
             outcome = Supervisor(assignment, self._peers, self._console, inbox).run(on_started)

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from parti.launch import lifeline
+from parti.launch.control import SupervisorsEnd
 from parti.launch.output import Console, Log, Sink
 
 _READ_BYTES = 64 * 1024
@@ -30,14 +31,16 @@ class Stream:
 
     fd: int
     log: Log
-    sink: Sink | None
+    sink: Sink
+    is_shown: bool
+    """The worker is the one that a person sees."""
     tty: int | None = None
     """The terminal this one stands in for."""
 
     @property
     def is_held_back(self) -> bool:
         """What is written here could not be passed on for now."""
-        return self.sink is not None and self.sink.is_full
+        return self.is_shown and self.sink.is_full
 
     def pump(self) -> bool:
         """Pass on what is there. False at the end of the stream."""
@@ -52,7 +55,7 @@ class Stream:
 
     def _pass_on(self, data: bytes) -> None:
         self.log.write(data)
-        if self.sink is not None:
+        if self.is_shown:
             self.sink.write(data)
 
     def drain(self) -> None:
@@ -79,26 +82,42 @@ class Stream:
 class Worker:
     """A rank's process, alive or not."""
 
+    member: int
+    """The number of this process, which no other of the job gets."""
     rank: int
+    """The place it was started for."""
     process: subprocess.Popen[bytes]
     log: Log
     streams: list[Stream]
+    control: SupervisorsEnd
     pidfd: int | None
     """Becomes readable when the process ends; None where the system has no such thing."""
-    is_on_console: bool
     exit_code: int | None = None
     ended_s: float = 0.0
     is_ended_by_us: bool = False
+    stuck: str | None = None
+    """Why it was found to stand still."""
+    is_replaced: bool = False
+    """It was lost, and the job goes on without it."""
+
+    @property
+    def is_on_console(self) -> bool:
+        return any(stream.is_shown for stream in self.streams)
+
+    def show(self, is_shown: bool) -> None:
+        """Let a person see what it writes from now on."""
+        for stream in self.streams:
+            stream.is_shown = is_shown
 
     @property
     def is_alive(self) -> bool:
         return self.exit_code is None
 
-    def signal(self, number: int) -> None:
-        """Signal the worker and the processes it started."""
+    def signal(self, number: int, *, to_group: bool = True) -> None:
+        """Signal the worker and the processes it started, or the worker alone."""
         if self.is_alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, number)
+                (os.killpg if to_group else os.kill)(self.process.pid, number)
 
     def has_ended(self) -> bool:
         """Without collecting the process, whose id thereby stays taken."""
@@ -120,62 +139,70 @@ class Worker:
         for stream in self.streams:
             os.close(stream.fd)
         self.streams.clear()
+        self.control.close()
         self.log.close()
 
 
 def spawn(
     program: Sequence[str],
     *,
+    member: int,
     rank: int,
     environ: Mapping[str, str],
     log: Log,
-    console: Console | None,
+    console: Console,
     cwd: str | None,
+    is_shown: bool,
 ) -> Worker:
-    """Start `program` as the worker `rank`; its output goes to `log`, and to `console` if given."""
-    pipes = _Pipes(log)
+    """Start `program` as the worker `rank`; its output goes to `log`, and to the console as well
+    while it is the one that is shown."""
+    pipes = _Pipes(log, is_shown)
+    control = SupervisorsEnd()
     try:
-        if console is None:
-            out = err = pipes.pipe(None)
-        else:
-            out = pipes.open(console.out, console.out_tty)
-            err = out if console.err is console.out else pipes.open(console.err, console.err_tty)
+        out = pipes.open(console.out, console.out_tty)
+        err = out if console.err is console.out else pipes.open(console.err, console.err_tty)
+        line, board = control.inherited
         process = subprocess.Popen(
             lifeline.command(sys.executable, list(program)),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
-            env=environ,
+            env={**environ, "PARTI_MEMBER": str(member), "PARTI_CONTROL": f"{line}:{board}"},
             cwd=cwd,
             start_new_session=True,
+            pass_fds=(line, board),
         )
     except BaseException:
         pipes.close_ours()
+        control.close()
         raise
     finally:
         pipes.close_theirs()
+        control.started()
     return Worker(
+        member=member,
         rank=rank,
         process=process,
         log=log,
         streams=pipes.streams,
+        control=control,
         pidfd=os.pidfd_open(process.pid) if sys.platform == "linux" else None,
-        is_on_console=console is not None,
     )
 
 
 class _Pipes:
     """Makes pipes and terminals, and keeps book of which side is whose."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: Log, is_shown: bool) -> None:
         self.streams: list[Stream] = []
         self._theirs: list[int] = []
         self._log = log
+        self._is_shown = is_shown
 
     def open(self, sink: Sink, tty: int | None) -> int:
-        return self.pipe(sink) if tty is None else self._terminal(sink, tty)
+        return self._pipe(sink) if tty is None else self._terminal(sink, tty)
 
-    def pipe(self, sink: Sink | None) -> int:
+    def _pipe(self, sink: Sink) -> int:
         ours, theirs = os.pipe()
         return self._add(ours, theirs, sink, None)
 
@@ -188,9 +215,9 @@ class _Pipes:
         termios.tcsetattr(theirs, termios.TCSANOW, settings)
         return self._add(ours, theirs, sink, tty)
 
-    def _add(self, ours: int, theirs: int, sink: Sink | None, tty: int | None) -> int:
+    def _add(self, ours: int, theirs: int, sink: Sink, tty: int | None) -> int:
         os.set_blocking(ours, False)
-        stream = Stream(fd=ours, log=self._log, sink=sink, tty=tty)
+        stream = Stream(fd=ours, log=self._log, sink=sink, is_shown=self._is_shown, tty=tty)
         stream.copy_size()
         self.streams.append(stream)
         self._theirs.append(theirs)

@@ -7,6 +7,7 @@ in through `Peers`; which failure was the first is decided in `failure`.
 
 from __future__ import annotations
 
+import functools
 import os
 import selectors
 import signal
@@ -19,12 +20,21 @@ from typing import assert_never
 
 from parti.errors import WorkerFailed
 from parti.launch.evidence import Reports, num_oom_kills
-from parti.launch.failure import Ending, Verdict, fold, is_consequence, judge, shell_code
+from parti.launch.failure import (
+    Ending,
+    Verdict,
+    fold,
+    is_consequence,
+    judge,
+    shell_code,
+)
 from parti.launch.feed import Feed
 from parti.launch.output import Console, Log
 from parti.launch.peers import Announcement, Kind, Peers
+from parti.launch.roster import Roster
 from parti.launch.signals import SignalInbox
 from parti.launch.spawn import Worker, spawn
+from parti.launch.watch import Watch
 
 _GRACE_S = 0.5
 """Between SIGTERM and SIGKILL."""
@@ -50,6 +60,7 @@ class Assignment:
     cwd: str | None
     run_directory: Path
     failure_directory: Path
+    num_spares: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +93,15 @@ class Supervisor:
         self._kill_at_s: float | None = None
         self._flush_until_s: float | None = None
         self._oom_kills_before = num_oom_kills()
+        self._watch = Watch(assignment.failure_directory)
+        self._roster = Roster(
+            peers.layout.num_local,
+            num_spares=assignment.num_spares,
+            start=self._replace,
+            stand_by=self._add_spare,
+            show=self._show,
+            note=console.note,
+        )
 
     # ---- from start to end
 
@@ -91,8 +111,11 @@ class Supervisor:
             self._selector.register(self._inbox.fileno(), selectors.EVENT_READ, self._on_signals)
             if self._peers.waits_for is not None:
                 self._selector.register(self._peers.waits_for, selectors.EVENT_READ, self._on_news)
-            for local_rank in range(self._peers.layout.num_local):
-                self._start(local_rank)
+            num_local = self._peers.layout.num_local
+            for local_rank in range(num_local):
+                self._start(local_rank, local_rank, joins="")
+            for member in range(num_local, num_local + self._assignment.num_spares):
+                self._start(num_local - 1, member, joins="spare")
             on_started()
             while not self._is_over():
                 self._turn()
@@ -100,18 +123,24 @@ class Supervisor:
         finally:
             self._leave_nothing()
 
-    def _start(self, local_rank: int) -> None:
+    def _start(self, local_rank: int, member: int, *, joins: str) -> None:
         layout = self._peers.layout
         rank = layout.first_rank + local_rank
-        log = Log(self._assignment.run_directory / f"rank{rank}.log")
+        name = f"spare{member}" if joins == "spare" else f"rank{rank}"
+        log = Log(self._assignment.run_directory / f"{name}.log")
         try:
             worker = spawn(
                 self._assignment.program,
+                member=member,
                 rank=rank,
-                environ=self._assignment.environment_of(local_rank),
+                environ={
+                    **self._assignment.environment_of(local_rank),
+                    **({"PARTI_JOINS": joins} if joins else {}),
+                },
                 log=log,
-                console=self._console if rank == 0 else None,
+                console=self._console,
                 cwd=self._assignment.cwd,
+                is_shown=rank == 0 and not joins,
             )
         except OSError as error:
             log.close()
@@ -120,9 +149,31 @@ class Supervisor:
                 "processes of this host were (see `ulimit -u` and `ulimit -n`)"
             ) from error
         self._workers.append(worker)
+        self._roster.add(worker)
         self._feed.add(worker)
+        self._selector.register(
+            worker.control, selectors.EVENT_READ, functools.partial(self._roster.hear, worker)
+        )
         if worker.pidfd is not None:
             self._selector.register(worker.pidfd, selectors.EVENT_READ, self._collect)
+
+    def _replace(self, member: int, rank: int) -> None:
+        """Start a process in the place of one that is lost. If that fails, others go on."""
+        try:
+            self._start(rank - self._peers.layout.first_rank, member, joins="1")
+        except WorkerFailed as error:
+            self._console.note(str(error))
+
+    def _add_spare(self, member: int) -> None:
+        try:
+            self._start(self._peers.layout.num_local - 1, member, joins="spare")
+        except WorkerFailed as error:
+            self._console.note(str(error))
+
+    def _show(self, member: int) -> None:
+        """Bring the output of the first rank to the console."""
+        for worker in self._workers:
+            worker.show(worker.member == member)
 
     def _turn(self) -> None:
         for key, _ in self._selector.select(self._timeout_s()):
@@ -130,6 +181,8 @@ class Supervisor:
         if sys.platform != "linux":
             self._collect()
         self._reports.look(now=False)
+        if self._ended_s is None:
+            self._watch.look(self._roster.watched(), self._roster.patience_s)
         self._advance(time.monotonic())
         self._feed.turn()
 
@@ -137,7 +190,8 @@ class Supervisor:
         now_s = time.monotonic()
         moments = (self._settle_until_s, self._kill_at_s, self._flush_until_s)
         waits = [max(0.0, moment - now_s) for moment in moments if moment is not None]
-        return min([*waits, _LOOK_S if sys.platform == "linux" else _POLL_S])
+        look_s = _LOOK_S if sys.platform == "linux" else _POLL_S
+        return min([*waits, look_s, self._watch.next_look_s(self._roster.patience_s)])
 
     def _is_over(self) -> bool:
         if self._announcement is None or self._alive():
@@ -173,9 +227,22 @@ class Supervisor:
             if worker.has_ended():
                 if worker.pidfd is not None:
                     self._selector.unregister(worker.pidfd)
+                self._selector.unregister(worker.control)
                 worker.collect()
                 self._feed.take_rest(worker)
                 self._reports.look(now=True)
+                self._go_on_without(worker)
+
+    def _go_on_without(self, worker: Worker) -> None:
+        """One that was killed is no failure of the job where the others can go on."""
+        if self._ended_s is not None or self._peers.layout.num_nodes > 1:
+            return
+        how = self._roster.takes(worker)
+        if how is not None:
+            worker.is_replaced = True
+            stack = self._watch.stack_of(worker)
+            worker.log.write(f"{stack}\n".encode() if stack else b"")
+            self._console.note(f"{how} (log: {worker.log.path})" + (f"\n{stack}" if stack else ""))
 
     def _on_news(self) -> None:
         news = self._peers.poll()
@@ -219,9 +286,19 @@ class Supervisor:
             self._settle_until_s = min(self._settle_until_s or until_s, until_s)
             if now_s >= self._settle_until_s:
                 self._end(self._announce(Kind.FAILURE, ending=verdict.first))
-        elif not self._alive() and not self._has_succeeded_here:
+        elif self._are_all_through() and not self._has_succeeded_here:
+            for worker in self._alive():  # they wait for a place that nobody needs any more
+                worker.is_ended_by_us = True
+                worker.signal(signal.SIGKILL)
             self._has_succeeded_here = True
             self._announcement = self._peers.succeed()
+
+    def _are_all_through(self) -> bool:
+        """All workers have ended, but for replacements that came too late."""
+        has_any_ended_well = any(worker.exit_code == 0 for worker in self._workers)
+        return not self._alive() or (
+            has_any_ended_well and all(self._roster.is_needless(w) for w in self._alive())
+        )
 
     def _end(self, announcement: Announcement) -> None:
         """The job is at its end, for the reason announced."""
@@ -262,11 +339,13 @@ class Supervisor:
         return [
             self._ending(worker)
             for worker in self._workers
-            if worker.exit_code or self._reports.of(worker.rank) is not None
+            if not worker.is_replaced
+            and not self._roster.is_needless(worker)
+            and (worker.exit_code or self._reports.of(worker.member) is not None)
         ]
 
     def _ending(self, worker: Worker) -> Ending:
-        report = self._reports.of(worker.rank)
+        report = self._reports.of(worker.member)
         if report is not None and self._ended_s is not None and report.at_s > self._ended_s:
             report = None  # it raised because it was being ended
         exit_code = worker.exit_code or 0
@@ -309,7 +388,7 @@ class Supervisor:
     def _file_traceback(self, ending: Ending) -> None:
         """Workers leave the printing of their last traceback to us; every one goes to its log."""
         if ending.report is not None and not ending.report.is_printed:
-            worker = self._workers[ending.rank - self._peers.layout.first_rank]
+            worker = next(w for w in reversed(self._workers) if w.rank == ending.rank)
             worker.log.write(ending.report.traceback.encode())
 
 

@@ -6,13 +6,16 @@ output and its exit code.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from parti.launch.control import WorkersEnd, read_inherited
 from parti.launch.directories import write_json
 from parti.launch.failure import CONSEQUENCES
 
@@ -27,8 +30,9 @@ class _Hook:
     has set still runs, and so does Python's own where the report cannot be written.
     """
 
-    def __init__(self, rank: int, directory: Path) -> None:
+    def __init__(self, rank: int, member: int, directory: Path) -> None:
         self._rank = rank
+        self._member = member
         self._directory = directory
         self._process = os.getpid()
         self._previous = sys.excepthook
@@ -65,7 +69,7 @@ class _Hook:
             "is_printed": is_printed,
         }
         try:
-            write_json(self._directory / f"{self._rank}.json", content)
+            write_json(self._directory / f"{self._member}.json", content)
         except OSError:
             return False
         return True
@@ -98,4 +102,43 @@ def install() -> None:
     if rank is None or directory is None or os.getsid(0) != os.getpid():
         return
     if not isinstance(sys.excepthook, _Hook):
-        sys.excepthook = _Hook(int(rank), Path(directory, "failures"))
+        member = int(os.environ.get("PARTI_MEMBER", rank))
+        sys.excepthook = _Hook(int(rank), member, Path(directory, "failures"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """What a worker has from its supervisor besides its place."""
+
+    member: int
+    """The number of this process, which no other of the job gets."""
+    end: WorkersEnd
+    joins: bool
+    """It takes the place of a lost one."""
+    is_spare: bool
+    """It stands by until it is needed."""
+    faults: str
+    """What a test wants to happen to it, as `FaultScript` writes it."""
+
+
+@functools.lru_cache(maxsize=1)
+def line() -> Line | None:
+    """None in a process that no supervisor of ours has started."""
+    inherited = os.environ.get("PARTI_CONTROL")
+    if inherited is None or os.getsid(0) != os.getpid():
+        return None
+    return Line(
+        member=int(os.environ["PARTI_MEMBER"]),
+        end=read_inherited(inherited),
+        joins=os.environ.get("PARTI_JOINS") in ("1", "spare"),
+        is_spare=os.environ.get("PARTI_JOINS") == "spare",
+        faults=os.environ.get("PARTI_FAULTS", ""),
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def stand_by() -> None:
+    """In a spare: wait here, with everything imported, until it is needed."""
+    inherited = line()
+    if inherited is not None and inherited.is_spare:
+        inherited.end.wait_for_call()

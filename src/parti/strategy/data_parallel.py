@@ -40,6 +40,8 @@ class DataParallel:
     """What is done to make one process faster; each part can be turned off."""
     patience_s: float = 60.0
     """How long a rank waits for another before it gives up and says whom it waited for."""
+    recovery: bool = True
+    """Go on without a process that is killed, and start another in its place."""
     threads: int | None = None
     """Threads of each process. None: the cores of the host divided by its processes."""
 
@@ -58,7 +60,7 @@ class DataParallel:
                 f"tuning={self.tuning!r}; expected parti.Tuning(...), or parti.Tuning.none() to "
                 "turn everything off."
             )
-        for name in ("exact", "compile"):
+        for name in ("exact", "compile", "recovery"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ConfigError(f"{name}={value!r}; expected True or False.")

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from parti.cluster import Level, Origin, Place, resolve
+from parti.comm.faults import carry_out_for_real, with_faults
 from parti.comm.rendezvous import Directory, KeyValue, TorchStore, meeting_in, split_address
 from parti.comm.world import World, connect
 from parti.data.seeds import derive
@@ -26,7 +27,7 @@ from parti.engine.transforms.precision import forward_context
 from parti.engine.tuning import apply
 from parti.errors import ConfigError
 from parti.launch.devices import num_cores
-from parti.launch.worker import install
+from parti.launch.worker import install, line, stand_by
 
 if TYPE_CHECKING:
     from parti.strategy.data_parallel import DataParallel
@@ -55,6 +56,7 @@ def enter(strategy: DataParallel) -> None:
         torch.set_num_threads(strategy.threads or num_cores())
     else:
         install()
+        stand_by()
         torch.set_num_threads(strategy.threads or _share_of_cores(place))
     device = _device(strategy, place)
     if device.type == "cuda":
@@ -76,7 +78,8 @@ def bind(
     place = resolve()
     device = _device(strategy, place)
     _move(models, optimizers, device)
-    world = _world(place, device, strategy.patience_s)
+    world = _world(place, device, strategy.patience_s, strategy.recovery)
+    world = world.succession.current(world)  # it may have changed since another bind
     return Replica(
         strategy=strategy,
         world=world,
@@ -98,13 +101,31 @@ def bind(
 
 
 @functools.lru_cache(maxsize=1)
-def _world(place: Place, device: torch.device, patience_s: float) -> World:
+def _world(place: Place, device: torch.device, patience_s: float, recovery: bool) -> World:
     """Connected once in the life of a process."""
     if place.level is Level.HOST or place.world_size == 1:
-        rank, size = 0, 1
-    else:
-        assert place.rank is not None and place.world_size is not None
-        rank, size = place.rank, place.world_size
+        return _connect(place, device, patience_s, 0, 1)
+    assert place.rank is not None and place.world_size is not None
+    inherited = line()
+    if not recovery or inherited is None or place.num_nodes > 1 or device.type != "cpu":
+        return _connect(place, device, patience_s, place.rank, place.world_size)
+    assert place.host_directory is not None
+    from parti.elastic.member import Member
+
+    member = Member(
+        inherited.end,
+        number=inherited.member,
+        directory=Path(place.host_directory),
+        device=device,
+        patience_s=patience_s,
+        num_cores=num_cores(),
+    )
+    # The longest in the job is rank 0, so one that comes later never is.
+    world = member.provisional(max(place.rank, 1)) if inherited.joins else member.first()
+    return with_faults(world, inherited.faults, carry_out_for_real)
+
+
+def _connect(place: Place, device: torch.device, patience_s: float, rank: int, size: int) -> World:
     return connect(
         rank=rank,
         size=size,

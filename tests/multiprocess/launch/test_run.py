@@ -274,7 +274,7 @@ def test_the_command_line_without_a_command(bench: Bench) -> None:
     )
     code, out, _ = bench.finish(bench.python("-m", "parti", "--help"))
     assert code == 0
-    assert "run  Run a script on every device" in out
+    assert "Run a script on every device" in out
     code, out, _ = bench.finish(bench.python("-m", "parti", "run", "--help"))
     assert code == 0
     assert "--node-rank" in out
