@@ -109,4 +109,4 @@ def test_two_namespaces_are_two_hosts(tmp_path: Path, hosts: list[str]) -> None:
         for node, name in enumerate(hosts)
     ]  # fmt: skip
     printed = [job.communicate(timeout=100)[0] for job in jobs]
-    assert "facts 2 shared memory + gloo" in printed[0]
+    assert "facts 2 shared memory + TCP" in printed[0]
