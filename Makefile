@@ -4,7 +4,7 @@ VENV := .venv
 RUN := "$(VENV)/bin/python"
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check format lint types unit bench clean
+.PHONY: chaos demo test check format lint types unit bench clean
 
 demo: $(STAMP)
 	$(RUN) examples/demo.py
@@ -20,6 +20,9 @@ check: $(STAMP)
 	$(RUN) -m ruff check src tests examples benchmarks
 	$(RUN) -m mypy
 	$(RUN) -m pytest tests/unit
+
+chaos: $(STAMP)
+	$(RUN) tests/fault/chaos.py
 
 bench: $(STAMP)
 	$(RUN) benchmarks/data_parallel.py

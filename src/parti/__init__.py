@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from parti.callbacks import LambdaCallback as LambdaCallback
     from parti.callbacks import Schedule as Schedule
     from parti.callbacks import Stop as Stop
+    from parti.checkpoint.value import Checkpoint as Checkpoint
     from parti.cluster import ClusterSpec as ClusterSpec
     from parti.data.streams import ReadyBatches as ReadyBatches
     from parti.engine.forward import Forward as Forward
@@ -52,6 +53,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Accuracy": "parti.metrics",
+    "Checkpoint": "parti.checkpoint.value",
     "EMA": "parti.weights",
     "EarlyStopping": "parti.callbacks",
     "History": "parti.history",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -115,20 +116,48 @@ class Tally:
         }
 
     def state_dict(self) -> dict[str, object]:
-        """What was taken in so far. Metrics that only Python could copy are copied as Python does:
-        read it back from the processes of this job only."""
+        """What was taken in so far, as plain values and tensors."""
         return {
             "loss": self.loss.to_bytes(),
             "merged": [metric.state() for metric in self._merged.values()],
-            "fed": pickle.dumps(list(self._fed.values())) if self._fed else b"",
+            "fed": [_state_of(metric) for metric in self._fed.values()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.loss = LossSum.from_bytes(state["loss"])
         for metric, held in zip(self._merged.values(), state["merged"], strict=True):
             metric.merge(held)
-        if self._fed:
-            self._fed = dict(zip(self._fed, pickle.loads(state["fed"]), strict=True))
+        for (name, fed), held in zip(self._fed.items(), state["fed"], strict=True):
+            _put_state(name, fed, held)
+
+
+_COUNT = "_update_count"
+
+
+def _state_of(metric: Metric) -> dict[str, Any] | None:
+    """What a metric that is fed everything holds; None where it can't be told. torchmetrics' keep
+    their states as attributes that `_defaults` names."""
+    names = getattr(metric, "_defaults", None)
+    if names is not None:
+        return {name: getattr(metric, name) for name in (*names, _COUNT)}
+    if hasattr(metric, "state_dict") and hasattr(metric, "load_state_dict"):
+        return dict(metric.state_dict())
+    return None
+
+
+def _put_state(name: str, metric: Metric, held: dict[str, Any] | None) -> None:
+    if held is None:
+        warnings.warn(
+            f"metric {name!r} has no state_dict: of the epoch that is gone on with in the middle "
+            "it sees the rest only.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    elif hasattr(metric, "_defaults"):
+        for key, value in held.items():
+            setattr(metric, key, value)
+    else:
+        metric.load_state_dict(held)  # type: ignore[attr-defined]
 
 
 def _plain(tensor: Tensor) -> Tensor:

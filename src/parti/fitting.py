@@ -12,6 +12,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 from parti.callbacks import StepEnd, Stop, first_stop, handlers
 from parti.errors import NonFiniteLoss
 from parti.evaluation import Tally
@@ -86,7 +88,10 @@ class Fit:
     def state_dict(self) -> dict[str, Any]:
         """What is counted so far, the clock's values left out."""
         return {
-            "history": self.history.to_json(),
+            "history": self.history.without_steps().to_json(),
+            "step_losses": torch.frombuffer(self.history.step_losses[:], dtype=torch.float64)
+            if self.history.step_losses
+            else torch.empty(0, dtype=torch.float64),
             "epoch": self.epoch,
             "samples": self._samples,
             "tally": self.tally.state_dict(),
@@ -95,6 +100,7 @@ class Fit:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.history = History.from_json(state["history"])
+        self.history.step_losses.frombytes(state["step_losses"].numpy().tobytes())
         self.epoch = state["epoch"]
         self._samples = state["samples"]
         self._num_samples = state["num_samples"]

@@ -48,6 +48,12 @@ class History:
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
 
+    def without_steps(self) -> History:
+        """The same without the losses of single steps."""
+        made = History(first_step=self.first_step)
+        made.rows, made.stop_reason = self.rows, self.stop_reason
+        return made
+
     def names(self) -> list[str]:
         """The columns, in the order they first came."""
         return list(dict.fromkeys(name for row in self.rows for name in row))

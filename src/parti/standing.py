@@ -59,8 +59,17 @@ class Standing:
         self._done.append((name, result))
         return result
 
+    @property
+    def came_later(self) -> bool:
+        """This process has been given the state of the others, in the middle of their fit."""
+        return self._fit_state is not None
+
+    def resume(self, fit_state: Mapping[str, Any] | None) -> None:
+        """The fit that begins next goes on with one that an earlier start of the script began."""
+        self._fit_state = fit_state
+
     def enter(self, fit: Fit) -> None:
-        """A fit begins; in a process that comes later, where the others are."""
+        """A fit begins, or goes on where another process or another start was."""
         self._fit = fit
         if self._fit_state is not None:
             fit.load_state_dict(self._fit_state)

@@ -31,6 +31,8 @@ from parti.callbacks import (
     check_callbacks,
     handlers,
 )
+from parti.checkpoint.keeper import check_resumed, find, read
+from parti.checkpoint.value import Checkpoint
 from parti.data.batches import Batch, Feed
 from parti.data.order import Position
 from parti.engine.replica import Admission
@@ -39,6 +41,7 @@ from parti.errors import CheckpointError, ConfigError
 from parti.evaluation import Tally, check_metrics
 from parti.fitting import Fit, OnNan
 from parti.history import History
+from parti.keeping import KeptStates, NothingKept
 from parti.losses import Loss
 from parti.metrics import Metric
 from parti.monitor.console import choose_display
@@ -146,6 +149,7 @@ class Trainer:
         self._averaging = NoAverage() if average is None else AveragedWeights(model, average)
         self._position = Position()
         self._standing = Standing(self)
+        self._keeper: KeptStates | NothingKept = NothingKept()
         self.replica.keep(self._standing)
         self.replica.on_new_world(self._ranks_changed)
 
@@ -153,6 +157,11 @@ class Trainer:
     def step(self) -> int:
         """How many steps have been taken."""
         return self.replica.step_number
+
+    @property
+    def step_in_epoch(self) -> int:
+        """How many steps of the epoch under way have been taken."""
+        return self._position.step_in_epoch
 
     @property
     def epoch(self) -> int:
@@ -174,6 +183,7 @@ class Trainer:
         collate: Collate | None = None,
         progress: bool = True,
         log_every_s: float = 30.0,
+        checkpoint: Checkpoint | None = None,
     ) -> History:
         """Train until `epochs` epochs are done, counted from the beginning of the training.
 
@@ -181,6 +191,9 @@ class Trainer:
         trained already, or has loaded a state, goes on where it is: after 3 epochs, `epochs=5`
         trains 2 more. Without a terminal, a line is printed every `log_every_s` seconds and after
         every epoch.
+
+        With a `checkpoint`, states are written to its directory, and a new start of the script goes
+        on from the newest good one, at the very step.
         """
         return self._standing.once(
             "fit",
@@ -197,6 +210,7 @@ class Trainer:
                 collate=collate,
                 progress=progress,
                 log_every_s=log_every_s,
+                checkpoint=checkpoint,
             ),
         )
 
@@ -215,6 +229,7 @@ class Trainer:
         collate: Collate | None,
         progress: bool,
         log_every_s: float,
+        checkpoint: Checkpoint | None,
     ) -> History:
         if self.optimizer is None:
             raise ConfigError(
@@ -222,6 +237,8 @@ class Trainer:
             )
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
             raise ConfigError(f"epochs={epochs!r}; expected a whole number from 1 on.")
+        if checkpoint is not None:
+            micro_batches = self._resume_from(checkpoint, train, batch_size, micro_batches)
         if epochs <= self.epoch:
             warnings.warn(
                 f"epochs={epochs} are done already: epochs are counted from the beginning of the "
@@ -258,7 +275,13 @@ class Trainer:
         if validation is not None:
             held_out()  # what is wrong with it is told now, and not after an epoch
         fit = self._new_fit(feed, epochs, progress, log_every_s)
-        return self._fit(fit, feed, None if validation is None else validate)
+        if checkpoint is not None:
+            self._keeper = KeptStates(self, checkpoint, feed)
+        try:
+            return self._fit(fit, feed, None if validation is None else validate)
+        finally:
+            self._keeper.close()
+            self._keeper = NothingKept()
 
     def _fit(
         self, fit: Fit, feed: Feed, validate: Callable[[], Mapping[str, float]] | None
@@ -281,8 +304,10 @@ class Trainer:
                 stop = fit.after_step(self, report)
                 if batch.is_last_of_epoch or stop is not None:
                     stop = self._end_epoch(fit, validate) or stop
+                self._keeper.after_step(report, batch.is_last_of_epoch)
                 if stop is not None:
                     break
+            self._keeper.finish()
             end = FitEnd(trainer=self, history=fit.history)
             for handler in handlers(self._callbacks, "on_fit_end"):
                 handler(end)
@@ -292,8 +317,43 @@ class Trainer:
             fit.close()
 
     def _ranks_changed(self) -> None:
+        self._keeper.ranks_changed()
         if self._standing.fit is not None:
             self._standing.fit.ranks_changed()
+
+    def _resume_from(
+        self,
+        checkpoint: Checkpoint,
+        train: object,
+        batch_size: int | None,
+        micro_batches: int | None,
+    ) -> int | None:
+        """Go on from the newest good checkpoint, unless this Trainer is further. How many
+        micro-batches to take."""
+        if self._standing.came_later:
+            return micro_batches
+        found = find(self.replica, checkpoint, after_step=self.step)
+        if found is None:
+            return micro_batches
+        path, facts = found
+        check_resumed(facts, batch_size, micro_batches, self.strategy.seed)
+        state = read(path)
+        load_into(self.model, state["model"])
+        self._resume(state)
+        self._standing.resume(state["fit"])
+        held: int = facts["micro_batches"]
+        return held
+
+    def kept_state(self) -> dict[str, Any]:
+        """Everything needed to train on from here, in memory that the next step may write to."""
+        assert self.optimizer is not None
+        fit = self._standing.fit
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.replica.held(self.optimizer),
+            **self.course(),
+            "fit": None if fit is None else fit.state_dict(),
+        }
 
     def train_step(self, batch: Batch) -> StepReport:
         """One optimizer update from one global batch, and what follows from it."""
@@ -304,6 +364,7 @@ class Trainer:
                 "trainer.replica.batches(data, batch_size=...) gives."
             )
         self._objective.begin(batch.num_micro_batches)
+        self.replica.wish(self._keeper.wishes())
         fit = self._standing.fit
         report = self.replica.step(
             self._objective,

@@ -2,8 +2,8 @@
 
     training.py EPOCHS OUT [trainer|loop]
 
-Each process that is there at the end writes OUT.<its number>: a fingerprint of weights and optimizer
-state, the metrics, and a digest of the history.
+Each process that is there at the end writes OUT.<its number>: a fingerprint of weights and
+optimizer state, the metrics, and a digest of the history.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ def make(strategy: parti.MirroredStrategy) -> tuple[nn.Module, torch.optim.Optim
         return model, torch.optim.AdamW(model.parameters(), 1e-3)
 
 
+def kept() -> parti.Checkpoint | None:
+    directory = os.environ.get("CHECKPOINTS")
+    return None if directory is None else parti.Checkpoint(directory, every=25)
+
+
 def by_trainer(strategy: parti.MirroredStrategy, epochs: int) -> list[str]:
     model, optimizer = make(strategy)
     trainer = parti.Trainer(
@@ -43,8 +48,9 @@ def by_trainer(strategy: parti.MirroredStrategy, epochs: int) -> list[str]:
     train, test = parti.datasets.digits()
     before = trainer.evaluate(test)
     history = trainer.fit(
-        train, batch_size=BATCH_SIZE, micro_batches=6, epochs=epochs, validation=test
-    )
+        train, batch_size=BATCH_SIZE, micro_batches=6, epochs=epochs, validation=test,
+        checkpoint=kept(),
+    )  # fmt: skip
     after = trainer.evaluate(test)
     steps = hashlib.sha256(history.step_losses.tobytes()).hexdigest()
     columns = [
@@ -61,8 +67,9 @@ def by_loop(strategy: parti.MirroredStrategy, epochs: int) -> list[str]:
     right = torch.zeros(())
     for _ in range(2):
         for batch in replica.batches(
-            train, batch_size=BATCH_SIZE, micro_batches=6, epochs=-(-epochs // 2)
-        ):
+            train, batch_size=BATCH_SIZE, micro_batches=6, epochs=-(-epochs // 2),
+            checkpoint=kept(),
+        ):  # fmt: skip
             replica.step(lambda x, y: F.cross_entropy(model(x), y), batch)
         model.eval()
         right = torch.zeros(())

@@ -80,6 +80,10 @@ class Gate(Protocol):
         """After a batch, before the next is dealt."""
         ...
 
+    def end(self, is_through: bool) -> None:
+        """The loop has come to its end, or is left."""
+        ...
+
 
 class OpenGate:
     """Begins where it is told, and stops nobody."""
@@ -88,6 +92,9 @@ class OpenGate:
         return start
 
     def between(self, last: Batch) -> None:
+        return None
+
+    def end(self, is_through: bool) -> None:
         return None
 
 
@@ -186,9 +193,14 @@ class Feed:
         start = self._gate.begin(self._settings.start)
         if start is None:
             return
-        for batch in self._reader.batches(start):
-            yield batch
-            self._gate.between(batch)
+        is_through = False
+        try:
+            for batch in self._reader.batches(start):
+                yield batch
+                self._gate.between(batch)
+            is_through = True
+        finally:
+            self._gate.end(is_through)
 
 
 class _Indexed:

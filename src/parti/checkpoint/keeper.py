@@ -1,0 +1,202 @@
+"""The checkpoints of one loop: when one is due, what goes into it, and where a loop begins again.
+
+Knows of ranks only that they can agree: all of them call the same methods in the same order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from parti.checkpoint.read import facts as read_facts
+from parti.checkpoint.read import load, newest_good
+from parti.checkpoint.value import Checkpoint
+from parti.checkpoint.writer import Writer
+from parti.engine.letter import Wish
+from parti.errors import CheckpointError, ConfigError
+
+T = TypeVar("T")
+State = Mapping[str, Any]
+
+_LOOK_S = 0.02
+_WRITE_S = 600.0
+"""How long the other parts of a checkpoint may take."""
+
+
+class Ranks(Protocol):
+    """The part of a Replica that keeping checkpoints needs."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def generation(self) -> int: ...
+
+    def new_token(self) -> str:
+        """A name that no other loop of any job has, the same on all ranks."""
+        ...
+
+    def exchange(self, payload: bytes) -> tuple[bytes, ...]: ...
+
+
+class Keeper:
+    """Writes the checkpoints of one loop. `give` returns the state, in memory that may change after
+    the call; `facts` what is told of it."""
+
+    def __init__(
+        self,
+        settings: Checkpoint,
+        ranks: Ranks,
+        *,
+        give: Callable[[], State],
+        facts: Callable[[], State],
+    ) -> None:
+        self._settings = settings
+        self._ranks = ranks
+        self._give = give
+        self._facts = facts
+        self._name = ranks.new_token()
+        self._told: deque[str] = deque()
+        # It raises on one rank alone; here all ranks do so together.
+        quiet = dataclasses.replace(settings, on_error="warn")
+        self._writer = Writer(quiet, token=self._token(), note=self._told.append)
+        self._last_step = -1
+        self._since_s = time.monotonic()
+
+    def wishes(self) -> Wish:
+        """What this rank wants of the step that begins."""
+        wishes = Wish.BUSY if self._writer.is_busy else Wish(0)
+        if self._ranks.rank == 0 and self._is_overdue:
+            wishes |= Wish.SAVE
+        return wishes
+
+    @property
+    def _is_overdue(self) -> bool:
+        """By this rank's clock, where it is the clock that decides."""
+        return isinstance(self._settings.every, timedelta) and self._settings.is_due(
+            step=0, is_last_of_epoch=False, seconds_since_last=time.monotonic() - self._since_s
+        )
+
+    def after_step(
+        self, step: int, *, is_last_of_epoch: bool, is_asked: bool, is_busy: bool
+    ) -> None:
+        """Write one if it is due. All arguments are equal on all ranks: `is_asked` that somebody
+        wants one now, `is_busy` that somebody still writes the one before."""
+        is_due = not isinstance(self._settings.every, timedelta) and self._settings.is_due(
+            step=step, is_last_of_epoch=is_last_of_epoch, seconds_since_last=0.0
+        )
+        self._pass_on()
+        if (is_due or is_asked) and not is_busy:
+            self._raise_together()
+            self._begin(step)
+
+    def _begin(self, step: int) -> None:
+        self._last_step, self._since_s = step, time.monotonic()
+        self._writer.begin(
+            self._give(),
+            step=step,
+            facts=self._facts(),
+            part=self._ranks.rank,
+            num_parts=self._ranks.world_size,
+            deadline_s=_WRITE_S,
+        )
+
+    def ranks_changed(self) -> None:
+        """Parts of ranks that are lost will not come: forget what is under way."""
+        self._writer.abandon(token=self._token())
+
+    def finish(self, step: int) -> None:
+        """The loop has ended: the last state is on the disk when this returns."""
+        for is_begun in (step == self._last_step, False, False):
+            if not is_begun:
+                self._begin(step)
+            problem = self._all_settled()
+            # A loss on the way makes all forget the checkpoint: then once more.
+            if problem or int(self._ranks.exchange(b"%d" % (self._writer.last_step or -1))[0]) == (
+                step
+            ):
+                break
+        self._pass_on()
+        if problem and self._settings.on_error == "raise":
+            raise CheckpointError(problem)
+
+    def _all_settled(self) -> str | None:
+        """Wait until nobody writes any more, together, so that a lost rank is noticed. What went
+        wrong on any rank."""
+        deadline_s = time.monotonic() + _WRITE_S
+        while any(self._ranks.exchange(b"" if self._writer.is_settled else b"busy")):
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(_LOOK_S)
+        return self._agreed_problem()
+
+    def _agreed_problem(self) -> str | None:
+        mine = self._writer.wait(0.0) if self._writer.is_settled else None
+        return max(self._ranks.exchange((mine or "").encode())).decode() or None
+
+    def _raise_together(self) -> None:
+        if self._settings.on_error == "raise" and (problem := self._agreed_problem()):
+            raise CheckpointError(problem)
+
+    def _pass_on(self) -> None:
+        """What the writing thread had to say. A warning may be an error, which it must not meet."""
+        while self._told:
+            _tell(self._told.popleft())
+
+    def close(self) -> None:
+        self._writer.close(timeout_s=5.0)
+
+    def _token(self) -> str:
+        return f"{self._name}-{self._ranks.generation}"
+
+
+def _tell(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def find(ranks: Ranks, settings: Checkpoint, *, after_step: int) -> tuple[Path, State] | None:
+    """The newest good checkpoint behind a step, with its facts; the same on every rank."""
+    told = ""
+    if ranks.rank == 0:
+        found = newest_good(settings.path, _tell)
+        told = "" if found is None or found.step <= after_step else str(found.path)
+    path = ranks.exchange(told.encode())[0].decode()
+    if not path:
+        return None
+    return Path(path), read_facts(path)
+
+
+def read(path: Path) -> State:
+    """The whole state; raises if a byte is wrong."""
+    state: State = load(path)
+    return state
+
+
+def check_same(facts: State, name: str, asked: object, remedy: str) -> None:
+    """What the checkpoint was written with and what is asked for must not contradict."""
+    held = facts.get(name)
+    if asked is not None and held is not None and held != asked:
+        raise ConfigError(
+            f"{name}={asked!r} is asked for, but the checkpoint at step {facts.get('step')} was "
+            f"written with {name}={held!r}. {remedy}"
+        )
+
+
+def check_resumed(
+    facts: State, batch_size: int | None, micro_batches: int | None, seed: int
+) -> None:
+    """Refuse to go on with another program than the one that the checkpoint comes from."""
+    other = "Ask for the same, or begin anew in another directory."
+    check_same(facts, "seed", seed, other)
+    check_same(facts, "micro_batches", micro_batches, other)
+    if facts["step_in_epoch"]:
+        check_same(facts, "batch_size", batch_size, f"It stands in the middle of an epoch. {other}")
