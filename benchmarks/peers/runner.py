@@ -43,6 +43,7 @@ class Arguments:
     batch_size: int
     micro_batches: int | None
     exact: bool
+    recovery: bool
     precision: str
     feed: str
     parts: tuple[str, ...] | None
@@ -72,6 +73,7 @@ def parse_arguments() -> Arguments:
     parser.add_argument("--batch-size", type=int, required=True, help="samples a process and step")
     parser.add_argument("--micro-batches", type=int, default=None)
     parser.add_argument("--exact", type=int, choices=(0, 1), default=1)
+    parser.add_argument("--recovery", type=int, choices=(0, 1), default=1)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--feed", choices=("fixed", "memory"), default="fixed")
     parser.add_argument("--parts", nargs="*", help="of Parti's tuning; all where not given")
@@ -80,6 +82,7 @@ def parse_arguments() -> Arguments:
     parser.add_argument("--directory", type=Path, required=True)
     given = vars(parser.parse_args())
     given["exact"] = bool(given["exact"])
+    given["recovery"] = bool(given["recovery"])
     given["parts"] = None if given["parts"] is None else tuple(given["parts"])
     return Arguments(**given)
 

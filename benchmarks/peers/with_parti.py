@@ -44,6 +44,7 @@ def main() -> None:
     strategy = parti.MirroredStrategy(
         threads=arguments.threads,
         exact=arguments.exact,
+        recovery=arguments.recovery,
         precision=arguments.precision,
         tuning=tuning,
     )

@@ -9,6 +9,7 @@ lists it, hands them over unread.
 # where typer is imported, inside a function.
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from parti import __version__
@@ -71,6 +72,75 @@ def application() -> "typer.Typer":
     def run(arguments: list[str]) -> None:
         """Run a script on every device of this host, or of several hosts."""
         raise typer.Exit(_run(arguments))
+
+    @app.command()
+    def doctor(
+        run: Annotated[
+            str | None,
+            typer.Argument(
+                help="A directory, or a name under runs/; the latest if none is named.",
+                show_default=False,
+            ),
+        ] = None,
+        runs_dir: Annotated[Path, typer.Option(help="Where runs are kept.")] = Path("runs"),
+    ) -> None:
+        """Tell how a run went: its end, losses and joins, and whether every step counted once."""
+        from parti.doctor import command
+
+        raise typer.Exit(command.look(run, runs_dir, typer.echo))
+
+    app.add_typer(_checkpoint_commands(), name="checkpoint")
+    return app
+
+
+def _checkpoint_commands() -> "typer.Typer":
+    """What `parti checkpoint --help` lists."""
+    import typer
+
+    app = typer.Typer(
+        help="Look at checkpoints, verify them, and make files of them for others.",
+        no_args_is_help=True,
+        rich_markup_mode=None,
+    )
+    place = typer.Argument(help="A checkpoint, or a directory of them.", show_default=False)
+
+    @app.command()
+    def inspect(path: Annotated[Path, place]) -> None:
+        """Show the checkpoints of a directory; or the facts and tensors of one."""
+        from parti.checkpoint import command
+
+        raise typer.Exit(command.inspect(path, typer.echo))
+
+    @app.command()
+    def verify(path: Annotated[Path, place]) -> None:
+        """Compare every byte with its hash. Exit code 1 if anything is wrong."""
+        from parti.checkpoint import command
+
+        raise typer.Exit(command.check(path, typer.echo))
+
+    @app.command()
+    def export(
+        path: Annotated[Path, place],
+        target: Annotated[
+            Path,
+            typer.Argument(
+                metavar="OUT",
+                help="NAME.safetensors for weights, NAME.pt for the whole state.",
+                show_default=False,
+            ),
+        ],
+        only: Annotated[
+            str | None,
+            typer.Option(
+                help="A branch of the state; of weights, 'model' if none is named.",
+                show_default=False,
+            ),
+        ] = None,
+    ) -> None:
+        """Write one file of a checkpoint; of a directory, of the newest good one."""
+        from parti.checkpoint import command
+
+        raise typer.Exit(command.export(path, target, only, typer.echo))
 
     return app
 

@@ -19,6 +19,7 @@ LAYERS: dict[str, int] = {
     "cli": 6,
     "__main__": 6,
     "testing": 5,
+    "doctor": 5,
     "trainer": 5,
     "strategy": 4,
     "monitor": 4,
@@ -85,18 +86,6 @@ def test_the_environment_is_read_in_cluster_and_launch_only(path: Path) -> None:
         text = path.read_text()
         assert "os.environ" not in text
         assert "getenv" not in text
-
-
-@pytest.mark.parametrize(
-    "path",
-    [path for path in FILES if room(path) == "checkpoint"],
-    ids=lambda path: str(path.relative_to(SOURCE)),
-)
-def test_checkpoints_know_nothing_of_ranks(path: Path) -> None:
-    known = ("parti.checkpoint", "parti.errors")
-    assert not [
-        name for name in imports(path) if name.startswith("parti.") and not name.startswith(known)
-    ]
 
 
 def test_the_launcher_never_imports_torch() -> None:

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 
 from parti.comm.world import World
+from parti.errors import PeerLost
 
 
 def hand_over(world: World, state: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any] | None:
@@ -33,7 +34,11 @@ def hand_over(world: World, state: Callable[[], Mapping[str, Any]]) -> Mapping[s
     path = world.exchange(b"")[giver].decode()
     taken = None
     if is_new[world.rank]:
-        # From a process of this job, through memory of its own.
-        taken = cast(Mapping[str, Any], torch.load(path, map_location="cpu", weights_only=False))
+        try:
+            # From a process of this job, through memory of its own.
+            loaded = torch.load(path, map_location="cpu", weights_only=False)
+        except FileNotFoundError as error:
+            raise PeerLost(f"rank {giver} ended while it gave its state ({path}).") from error
+        taken = cast(Mapping[str, Any], loaded)
     world.exchange(b"")
     return taken

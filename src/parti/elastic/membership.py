@@ -10,6 +10,11 @@ A world is *called* with a list of its members and counts from the moment one of
 has settled there: then all of them have. Those of the world that counts are the *holders*: each of
 them has the whole state. A newer world is called from holders who live, so that nothing is healed
 from anybody who may not have it, and with newcomers only when nothing else is under way.
+
+Words take their time: a world that is given up, because one has died, may have settled before that
+is heard. The holders lose nothing by it. Its newcomers train from there, while the others go on
+without them, and a process cannot begin a second time: they are given up for others. All this
+relies on hearing what a process has said in the order in which it said it, and before its death.
 """
 
 from __future__ import annotations
@@ -41,6 +46,8 @@ class Roll:
     """Processes that are on their way."""
     spares: tuple[int, ...] = ()
     """Processes that are warm, or on the way to it, and stand by."""
+    passed_over: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """Worlds that were given up and may have settled before: generation, and who was to join."""
     next_member: int = 0
     failed_starts: int = 0
 
@@ -159,11 +166,24 @@ def _here(roll: Roll, member: int) -> tuple[Roll, tuple[Action, ...]]:
 
 
 def _entered(roll: Roll, event: Entered) -> tuple[Roll, tuple[Action, ...]]:
-    if event.generation != roll.generation or roll.is_settled:
+    if event.generation != roll.generation:
+        return _give_up_joined(roll, event.generation)
+    if roll.is_settled:
         return roll, ()
-    # Nobody settles alone: where one has, all that were called have the state.
-    roll = replace(roll, is_settled=True, holders=roll.called)
+    # Nobody settles alone: where one has, all that were called have the state. Whoever says so was
+    # in the worlds before, and would have said of them that they had settled.
+    roll = replace(roll, is_settled=True, holders=roll.called, passed_over=())
     return _admit(roll)
+
+
+def _give_up_joined(roll: Roll, generation: int) -> tuple[Roll, tuple[Action, ...]]:
+    """A world of the past had settled: its newcomers are no newcomers any more, and the others are
+    ahead of them."""
+    actions: list[Action] = []
+    for member in dict(roll.passed_over).get(generation, ()):
+        roll, more = _died(roll, member)
+        actions.extend(more)
+    return roll, tuple(actions)
 
 
 def _admit(roll: Roll) -> tuple[Roll, tuple[Action, ...]]:
@@ -177,27 +197,27 @@ def _admit(roll: Roll) -> tuple[Roll, tuple[Action, ...]]:
 
 
 def _died(roll: Roll, member: int) -> tuple[Roll, tuple[Action, ...]]:
+    if member in roll.spares:
+        # The next that is needed is started when it is.
+        return replace(roll, spares=_without(roll.spares, member)), ()
     was_called = member in roll.called
+    if not was_called and member not in roll.waiting and member not in roll.starting:
+        return roll, ()  # it was given up before
     failed = roll.failed_starts + (member in roll.starting)
-    holders = tuple(each for each in roll.holders if each != member)
+    holders = _without(roll.holders, member)
     # Who was called to join and had not settled has to wait again.
-    joining = tuple(e for e in roll.called if e not in roll.holders and e != member)
-    waiting = tuple(each for each in roll.waiting if each != member)
-    was_spare = member in roll.spares
+    joining = tuple(each for each in roll.called if each not in roll.holders and each != member)
     roll = replace(
         roll,
         holders=holders,
-        waiting=waiting,
+        waiting=_without(roll.waiting, member),
         starting=roll.starting - {member},
-        spares=tuple(each for each in roll.spares if each != member),
         failed_starts=failed,
     )
     if not holders:
         return roll, (End("no process is left that holds the state of the training"),)
     actions: list[Action] = []
-    if was_spare:
-        pass  # the next that is needed is started when it is
-    elif failed < MAX_FAILED_STARTS:
+    if failed < MAX_FAILED_STARTS:
         roll, action = _replace(roll, member)
         actions.append(action)
     elif failed == MAX_FAILED_STARTS:
@@ -210,6 +230,7 @@ def _died(roll: Roll, member: int) -> tuple[Roll, tuple[Action, ...]]:
             called=holders,
             is_settled=False,
             waiting=(*joining, *roll.waiting),
+            passed_over=(*roll.passed_over, *([(roll.generation, joining)] if joining else [])),
         )
         actions.insert(0, Call(generation, holders, (), _count((member,), "lost")))
     return roll, tuple(actions)
@@ -229,6 +250,10 @@ def _replace(roll: Roll, lost: int) -> tuple[Roll, Action]:
         next_member=new + 1,
     )
     return roll, Activate(spare, lost, new)
+
+
+def _without(members: tuple[int, ...], lost: int) -> tuple[int, ...]:
+    return tuple(each for each in members if each != lost)
 
 
 def _count(members: tuple[int, ...], what: str) -> str:

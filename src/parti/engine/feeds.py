@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from parti.data.batches import Batch, Feed
 from parti.data.order import Position
 
 
@@ -21,6 +22,43 @@ class Kept(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
+class SavedLoop(Protocol):
+    """What keeps a loop's states in checkpoints."""
+
+    feed: Feed | None
+
+    def begin(self, start: Position) -> Position | None:
+        """Where the loop begins: at `start`, or where a checkpoint says; None if it is over."""
+        ...
+
+    def between(self, last: Batch) -> None:
+        """After a step."""
+        ...
+
+    def end(self, is_through: bool) -> None: ...
+
+
+class SavesLoops(Protocol):
+    """A value that says where and how often (`parti.Checkpoint`)."""
+
+    def loop(self, replica: Any) -> SavedLoop: ...
+
+
+class NothingSaved:
+    """No checkpoints are asked for."""
+
+    feed: Feed | None = None
+
+    def begin(self, start: Position) -> Position | None:
+        return start
+
+    def between(self, last: Batch) -> None:
+        return None
+
+    def end(self, is_through: bool) -> None:
+        return None
+
+
 class Feeds:
     def __init__(self) -> None:
         self._entered: dict[str, int] = {}
@@ -29,6 +67,10 @@ class Feeds:
         """The loop that steps are taken in: its place, the how-manieth time, epoch and step."""
         self._target: Feeds | None = None
         """Where the others are; None when this rank is with them."""
+        self.num_saved = 0
+        """How many loops with checkpoints have been entered."""
+        self.resumed: tuple[int, Position] | None = None
+        """The number of the loop that a checkpoint was written in, and where."""
 
     def begin(self, place: str, start: Position) -> Position | None:
         """A loop is entered: where it begins, None if it is over already."""

@@ -9,11 +9,26 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntFlag
 
 from parti.errors import RankMismatch
 
 _HEAD = struct.Struct("<qqqqqq")
 _EVERYTHING_USED = b""
+
+
+class Wish(IntFlag):
+    """What a rank may want to happen at the end of a step. All ranks learn of it in that step, so
+    all of them do it there."""
+
+    JOIN = 1
+    """Let those in who have come; rank 0 says so."""
+    SAVE = 2
+    """Write a checkpoint."""
+    STOP = 4
+    """End the training, as the process is to end."""
+    BUSY = 8
+    """Write none now: the one before is still being written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +42,8 @@ class Letter:
     buffers: bytes
     carried: bytes = b""
     """What the caller adds; it counts if the step does."""
-    is_called: bool = False
-    """A newer world waits for this step's end. What rank 0 says of it is acted on."""
+    wishes: int = 0
+    """What this rank wants to follow from the step (`Wish`)."""
 
 
 def write(letter: Letter) -> bytes:
@@ -41,7 +56,7 @@ def write(letter: Letter) -> bytes:
                 len(numbers),
                 len(letter.used),
                 len(letter.buffers),
-                letter.is_called,
+                letter.wishes,
             ),
             struct.pack(f"<{len(numbers)}d", *numbers),
             letter.used,
@@ -52,7 +67,7 @@ def write(letter: Letter) -> bytes:
 
 
 def read(data: bytes) -> Letter:
-    step, num_samples, num_numbers, num_used, num_buffers, is_called = _HEAD.unpack_from(data)
+    step, num_samples, num_numbers, num_used, num_buffers, wishes = _HEAD.unpack_from(data)
     numbers = struct.unpack_from(f"<{num_numbers}d", data, _HEAD.size)
     start = _HEAD.size + 8 * num_numbers
     return Letter(
@@ -62,7 +77,7 @@ def read(data: bytes) -> Letter:
         data[start : start + num_used],
         data[start + num_used : start + num_used + num_buffers],
         data[start + num_used + num_buffers :],
-        bool(is_called),
+        wishes,
     )
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ class OwnedState:
         # A state that was loaded, or that the optimizer made at once, is cut up when all ranks are
         # in the next step: nobody reads what is replaced then.
         self._is_waiting = True
+        self._shows_views = False
 
     def _expect(self, optimizer: Optimizer) -> None:
         self._is_waiting = True
@@ -137,10 +139,45 @@ class OwnedState:
             if chunk in states and not self._cell(owner, number, 0, torch.int64):
                 self._move_in(owner, number, states[chunk])
 
+    @contextmanager
+    def as_it_lies(self) -> Iterator[None]:
+        """For who copies the state at once: what lies in one piece is shown in place."""
+        self._shows_views = True
+        try:
+            yield
+        finally:
+            self._shows_views = False
+
     def show(self, optimizer: Optimizer) -> None:
         """Give the user's parameters their state, put together from every owner's chunks."""
         if self._is_waiting:
             return
+        if self._shows_views:
+            self._show_views(optimizer)
+        self._show_copies(optimizer)
+
+    def _show_views(self, optimizer: Optimizer) -> None:
+        """The columns of parameters of which all chunks lie with one owner."""
+        numbers_of: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        for owner, run in enumerate(self._runs):
+            for number in run:
+                numbers_of[self._layout.chunks[number].entry].append((owner, number))
+        for entry, held in numbers_of.items():
+            owners = {owner for owner, _ in held}
+            first, last = held[0][1], held[-1][1]
+            (owner, *others) = owners
+            if others or not self._cell(owner, first, 0, torch.int64):
+                continue
+            whole = self._layout.entries[entry]
+            low = self._layout.chunks[first].low
+            high = self._layout.chunks[last].high
+            state = optimizer.state[self._parameters[entry]]
+            for column, name in enumerate(self._columns):
+                start = self._table_bytes + column * self._column_bytes - self._starts[owner]
+                flat = self._region.views[owner][start + low : start + high].view(whole.dtype)
+                state[name] = torch.as_strided(flat, whole.shape, whole.stride)
+
+    def _show_copies(self, optimizer: Optimizer) -> None:
         for owner, run in enumerate(self._runs):
             for number in run:
                 if not self._cell(owner, number, 0, torch.int64):
@@ -153,7 +190,10 @@ class OwnedState:
                         state[name] = torch.empty_strided(
                             entry.shape, entry.stride, dtype=entry.dtype, device=self._device
                         )
-                    self._slice(number, state[name]).copy_(self._column(owner, number, column))
+                    theirs = self._column(owner, number, column)
+                    shown = self._slice(number, state[name])
+                    if shown.data_ptr() != theirs.data_ptr():
+                        shown.copy_(theirs)
                 for i, name in enumerate(self._scalars, start=1):
                     state[name] = self._cell(owner, number, i, torch.float32).clone()
 

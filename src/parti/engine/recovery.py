@@ -44,6 +44,8 @@ class StepUpdate:
         self.norm = norm
         """Of all gradients, where they are clipped."""
         self.is_done = False
+        self.has_finished = False
+        """This process has done the part of one that is lost as well."""
 
     def carry_out(self) -> None:
         """My part of it."""
@@ -52,6 +54,7 @@ class StepUpdate:
 
     def finish(self, lost: int) -> None:
         """The part of a neighbour who is lost. All others are through theirs."""
+        self.has_finished = True
         for part, order in zip(self._trained, self._orders, strict=True):
             part.update.finish(order, lost, part.gradients.sums_of(lost, self._scale))
 

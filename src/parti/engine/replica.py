@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
+import os
 import struct
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,10 +30,19 @@ from parti.data.order import Position
 from parti.engine import letter as letters
 from parti.engine.buffers import Buffers
 from parti.engine.collect import Reduction, gather, reduce
-from parti.engine.feeds import Feeds, Kept, place_of_caller
+from parti.engine.commit_log import CommitLog, NoCommitLog
+from parti.engine.feeds import (
+    Feeds,
+    Kept,
+    NothingSaved,
+    SavedLoop,
+    SavesLoops,
+    place_of_caller,
+)
 from parti.engine.forward import Weighed, call, weigh
 from parti.engine.gradients import square_norms
 from parti.engine.layout import LINE_BYTES
+from parti.engine.letter import Wish
 from parti.engine.placement import Deal, deal
 from parti.engine.randomness import Randomness
 from parti.engine.recovery import Settlers, StepUpdate, Timed, join, settle
@@ -66,12 +77,14 @@ class Replica:
         exact: bool,
         applied: Applied | None = None,
         precision: Callable[[], AbstractContextManager[Any]],
+        commits: CommitLog | None = None,
     ) -> None:
         self.strategy = strategy
         self.device = device
         self._exact = exact
         self._applied = Applied(()) if applied is None else applied
         self._world = world
+        self._commits = NoCommitLog() if commits is None else commits
         self._is_attempting = False
         self._models = tuple(models)
         self._optimizers = tuple(optimizers)
@@ -80,10 +93,15 @@ class Replica:
         world.copy_from_first(_everything(models, optimizers))
         self._randomness = Randomness(seed, device)
         self._precision = precision
-        self._seed = seed
+        self.seed = seed
+        self._token = ""
+        self._shares_token = False
+        self.came_later = False
+        """This process was given the state of others, in the middle of their training."""
         self.step_number = 0
         self._feeds = Feeds()
         self._is_called = False
+        self._wishes = self.last_wishes = Wish(0)
         self._kept: list[Kept] = []
         self._listeners: list[Callable[[], None]] = []
         self._randomness.after_step(-1)
@@ -105,6 +123,11 @@ class Replica:
     @property
     def replica_id(self) -> int:
         return self._world.rank
+
+    @property
+    def generation(self) -> int:
+        """Grows by one each time the world changes."""
+        return self._world.generation
 
     @property
     def is_chief(self) -> bool:
@@ -137,6 +160,7 @@ class Replica:
         workers: int | None = None,
         collate: Callable[[Sequence[Any]], Any] | None = None,
         start: Position | None = None,
+        checkpoint: SavesLoops | None = None,
     ) -> Feed:
         """The global batches of `data`, in one order for any number of processes.
 
@@ -147,8 +171,12 @@ class Replica:
 
         A process that takes the place of a lost one goes through the script, too: loops that the
         others have behind them are empty for it, and the one they are in begins where they are.
+
+        With a `checkpoint`, the states of all models and optimizers are written while the loop
+        runs, and a new start of the script goes on from the newest good one, at the very step.
         """
-        return self.feed(
+        saved = NothingSaved() if checkpoint is None else checkpoint.loop(self)
+        feed = self.feed(
             data,
             batch_size=batch_size,
             micro_batches=micro_batches,
@@ -158,8 +186,10 @@ class Replica:
             workers=workers,
             collate=collate,
             start=start,
-            gate=_Gate(self, place_of_caller()),
+            gate=_Gate(self, place_of_caller(), saved),
         )
+        saved.feed = feed
+        return feed
 
     def feed(
         self,
@@ -181,7 +211,7 @@ class Replica:
             batch_size=batch_size,
             micro_batches=micro_batches,
             epochs=epochs,
-            seed=self._seed,
+            seed=self.seed,
             shuffle=shuffle,
             drop_last=drop_last,
             workers=workers,
@@ -199,13 +229,66 @@ class Replica:
         """Have a function called whenever ranks have been lost or have come."""
         self._listeners.append(listener)
 
+    def new_token(self) -> str:
+        """A name that nothing else has, the same on all ranks. One that comes later has the one
+        that the others have agreed on last."""
+        if self._shares_token:
+            self._shares_token = False
+        else:
+            self._token = self.exchange(os.urandom(8).hex().encode())[0].decode()
+        return self._token
+
+    @property
+    def loops(self) -> Feeds:
+        """The loops over batches that this rank has entered."""
+        return self._feeds
+
     def join(self) -> None:
         """In a process that takes a lost one's place: wait for it, and be where the others are.
         Elsewhere it does nothing."""
-        if self._world.generation == 0:
-            self._world, self._trained = join(self._settlers())
-            self._feeds.arrive()
-            self._randomness.after_step(self.step_number - 1)
+        if self._world.generation:
+            return
+        self.came_later = self._shares_token = True
+        self._world, self._trained = join(self._settlers())
+        self._feeds.arrive()
+        self._randomness.after_step(self.step_number - 1)
+        self._tell_if_new()
+
+    def saved_state(self) -> dict[str, Any]:
+        """Models, optimizers and what is kept, in memory that the next step may write to."""
+        models = [model.state_dict() for model in self._models]
+        return {
+            **({"model": models[0]} if len(models) == 1 else {"models": models}),
+            "optimizers": [self.held(optimizer) for optimizer in self._optimizers],
+            "kept": [kept.state_dict() for kept in self._kept],
+            "step": self.step_number,
+        }
+
+    def load_saved_state(self, state: Mapping[str, Any]) -> None:
+        """Take in what `saved_state` gave; all ranks do so at the same point."""
+        self.barrier()  # a rank that is behind may still be reading these weights
+        held = state["models"] if "models" in state else [state["model"]]
+        for model, values in zip(self._models, held, strict=True):
+            model.load_state_dict(values)
+        for optimizer, values in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(values)
+        for kept, values in zip(self._kept, state["kept"], strict=True):
+            kept.load_state_dict(values)
+        self.step_number = state["step"]
+        self._randomness.after_step(self.step_number - 1)
+
+    def held(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state_dict, in memory that the next step may write to: for who copies it
+        at once."""
+        trained = self._trained.get(id(optimizer))
+        return optimizer.state_dict() if trained is None else trained.update.held()
+
+    def wish(self, what: Wish) -> None:
+        """Have something follow from the next step, on all ranks (`StepReport.wishes`)."""
+        self._wishes |= what
+
+    def _is_joined(self) -> bool:
+        return self.is_chief and self._world.succession.is_called(self._world)
 
     def admit(self) -> None:
         """Between two steps: let those in who have come, if the last step said so."""
@@ -242,7 +325,7 @@ class Replica:
         dealt = self._deal(wanted.batch.num_micro_batches)
         work = dealt.shares[self.rank]
         try:
-            results, used = self._applied.checked(
+            results, used, num_samples = self._applied.checked(
                 lambda: self._compute(trained, dealt, wanted),
                 decides=0 in work.micro_batches,
                 exchange=self._world.exchange,
@@ -260,11 +343,27 @@ class Replica:
 
         self._report(Phase.OPTIMIZER)
         self._buffers.settle([each.buffers for each in mail], dealt)
+        generation = self._world.generation  # of the gradients, whoever is there at the end
+        # Who is called hears of it in its own time; rank 0 speaks for all. A loss before the end of
+        # the step overtakes it.
+        self._is_called = bool(mail[0].wishes & Wish.JOIN)
         update.carry_out()
         self._close(update)
         self._randomness.after_step(self.step_number)
+        self._commits.committed(
+            generation,
+            self.step_number,
+            wanted.batch,
+            first=results[0][0] if results else 0,
+            end=results[-1][0] + 1 if results else 0,
+            num_samples=num_samples,
+            has_finished=update.has_finished,
+        )
         self.step_number += 1
-        self._is_called = mail[0].is_called
+        wishes = self.last_wishes = Wish(
+            functools.reduce(operator.or_, [each.wishes for each in mail])
+        )
+        self._wishes = Wish(0)
         self._report(Phase.USER)
         ended = time.perf_counter()
         added_s = sum(each.spent_s for each in adding)
@@ -276,6 +375,7 @@ class Replica:
             grad_norm=update.norm,
             aux=tuple((number, result.aux) for number, result in results),
             carried=tuple([each.carried for each in mail]),
+            wishes=wishes,
             times=StepTimes(
                 compute_s=computed - started,
                 comm_s=met - computed + added_s,
@@ -311,9 +411,24 @@ class Replica:
 
     def _go_on(self, lost: CommError | None, unfinished: StepUpdate | None) -> None:
         """Settle in the world that comes after this one."""
+        self._is_called = False
         self._world, self._trained = settle(self._settlers(), lost, unfinished)
+        self._tell_if_new()
         for listener in self._listeners:
             listener()
+
+    def _tell_if_new(self) -> None:
+        """Keep a record of whom the state is from. That of a process that was in a world before may
+        come from another, too: when that world was not settled for all."""
+        world = self._world
+        if world.member in world.newcomers:
+            giver = next(each for each in world.members if each not in world.newcomers)
+            self._commits.joined(world.generation, self.step_number, giver)
+
+    def _began(self, start: Position) -> Position:
+        """A loop over batches begins with the one at this position."""
+        self._commits.began(self._world.generation, self.step_number, start)
+        return start
 
     def _settlers(self) -> Settlers:
         return Settlers(
@@ -333,6 +448,7 @@ class Replica:
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "applied": self._applied.standing(),
             "feeds": self._feeds.state_dict(),
+            "token": self._token,
             "kept": [kept.state_dict() for kept in self._kept],
         }
 
@@ -345,6 +461,7 @@ class Replica:
             optimizer.load_state_dict(held)
         self._applied.adopt(state["applied"])
         self._feeds.load_state_dict(state["feeds"])
+        self._token = state["token"]
         for kept, held in zip(self._kept, state["kept"], strict=True):
             kept.load_state_dict(held)
         self.step_number = state["step"]
@@ -425,8 +542,9 @@ class Replica:
 
     def _compute(
         self, trained: Sequence[Trained], dealt: Deal, wanted: _Wanted
-    ) -> tuple[list[tuple[int, Weighed]], bytes]:
-        """Backward over my micro-batches; gradients end up in slots, in the order of the tree."""
+    ) -> tuple[list[tuple[int, Weighed]], bytes, int]:
+        """Backward over my micro-batches; gradients end up in slots, in the order of the tree. What
+        each gave, which parameters were reached, and how many samples there were."""
         work = dealt.shares[self.rank]
         by_number = {piece.number: piece for piece in wanted.batch.pieces(work.micro_batches)}
         results: list[tuple[int, Weighed]] = []
@@ -461,7 +579,7 @@ class Replica:
             self._buffers.leave(op.slot, op.onto)
             results.append((piece.number, result))
         used = b"" if reached is None or all(reached) else bytes(reached)
-        return results, used
+        return results, used, sum([piece.num_samples for piece in by_number.values()])
 
     def _meet(
         self, results: list[tuple[int, Weighed]], used: bytes, work: Share, wanted: _Wanted
@@ -474,7 +592,7 @@ class Replica:
             used,
             self._buffers.letter(work),
             b"" if wanted.carry is None else wanted.carry(_aux(results, wanted.batch)),
-            self._world.succession.is_called(self._world),
+            self._wishes | (Wish.JOIN if self._is_joined() else 0),
         )
         if self._world.size == 1:
             return [mine]
@@ -558,10 +676,13 @@ class Admission:
     replica: Replica
 
     def begin(self, start: Position) -> Position | None:
-        return start
+        return self.replica._began(start)
 
     def between(self, last: Batch) -> None:
         self.replica.admit()
+
+    def end(self, is_through: bool) -> None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -570,14 +691,22 @@ class _Gate:
 
     replica: Replica
     place: str
+    saved: SavedLoop
 
     def begin(self, start: Position) -> Position | None:
         self.replica.join()
-        return self.replica._feeds.begin(self.place, start)
+        position = self.replica._feeds.begin(self.place, start)
+        if position is not None:
+            position = self.saved.begin(position)
+        return None if position is None else self.replica._began(position)
 
     def between(self, last: Batch) -> None:
         if self.replica._feeds.between(self.place, last.after, self.replica.step_number):
+            self.saved.between(last)
             self.replica.admit()
+
+    def end(self, is_through: bool) -> None:
+        self.saved.end(is_through)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from parti.engine.letter import Wish
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
@@ -33,6 +35,8 @@ class StepReport:
     """(micro-batch, `Forward.aux`) of the micro-batches computed on this rank."""
     carried: tuple[bytes, ...]
     """What each rank carried along (see `Replica.step`)."""
+    wishes: Wish
+    """What any rank wants to follow from the step."""
     times: StepTimes
 
 

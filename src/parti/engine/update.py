@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -76,6 +76,10 @@ class Update(Protocol):
 
     def commit(self) -> None:
         """Every rank has done its part."""
+        ...
+
+    def held(self) -> dict[str, Any]:
+        """The optimizer's state_dict, in memory that the next step may write to."""
         ...
 
     def release(self) -> None:
@@ -244,6 +248,10 @@ class DividedUpdate:
     def commit(self) -> None:
         self.state.commit()
 
+    def held(self) -> dict[str, Any]:
+        with self.state.as_it_lies():
+            return self._optimizer.state_dict()
+
     def release(self) -> None:
         self.state.release(self._optimizer)
 
@@ -313,6 +321,9 @@ class WholeUpdate:
 
     def commit(self) -> None:
         return None
+
+    def held(self) -> dict[str, Any]:
+        return self._optimizer.state_dict()
 
     def release(self) -> None:
         return None

@@ -15,6 +15,7 @@ from pathlib import Path
 from parti.launch.devices import num_cores, num_gpus
 from parti.launch.directories import Scratch, create_run_directory, create_scratch, write_json
 from parti.launch.environment import Meeting, ProcessTuning, Seat, worker_environment
+from parti.launch.events import Began, Ended, Events, keep_events
 from parti.launch.failure import Ending, describe, signal_name
 from parti.launch.output import Console
 from parti.launch.peers import Kind, Layout, OneHost, Peers
@@ -103,16 +104,42 @@ class OpenJob:
             failure_directory=self.scratch / "failures",
             num_spares=self._job.num_spares,
         )
-        with signal_inbox(is_wanted=wants_signals) as inbox:
-            outcome = Supervisor(assignment, self._peers, self._console, inbox).run(on_started)
+        with self._events() as events, signal_inbox(is_wanted=wants_signals) as inbox:
+            supervisor = Supervisor(assignment, self._peers, self._console, inbox, events)
+            outcome = supervisor.run(on_started)
+            failure = self.tell(outcome)
+            reason = "all processes are through" if failure is None else failure.splitlines()[0]
+            events.tell(Ended(exit_code=outcome.exit_code, reason=reason))
         self._write_record(
-            {
-                "ended": _now(),
-                "exit_code": outcome.exit_code,
-                "failure": self.tell(outcome),
-            }
+            {"ended": _now(), "exit_code": outcome.exit_code, "failure": failure},
         )
         return outcome
+
+    @contextlib.contextmanager
+    def _events(self) -> Iterator[Events]:
+        """Where the events of this host's processes are kept."""
+        layout = self.layout
+        node_rank = layout.node_rank
+        name = "events.jsonl" if node_rank == 0 else f"events-node{node_rank}.jsonl"
+
+        def begin(clock_s: float) -> Began:
+            return Began(
+                job=layout.job,
+                host=layout.hosts[node_rank],
+                node_rank=node_rank,
+                pid=os.getpid(),
+                world_size=layout.world_size,
+                clock_s=clock_s,
+            )
+
+        events = keep_events(self._run_directory / name, begin, self._console.note)
+        try:
+            yield events
+        except BaseException as error:
+            events.tell(Ended(exit_code=1, reason=f"{type(error).__name__}: {error}"))
+            raise
+        finally:
+            events.close()
 
     def tell(self, outcome: Outcome) -> str | None:
         """What a person is told of the job's end; None where all went well."""

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import assert_never
 
@@ -20,7 +21,9 @@ from parti.elastic.membership import (
     Start,
     Tell,
 )
+from parti.launch import events
 from parti.launch.control import Activated, Called, FromWorker, HasEntered, HasLost, IsHere, Refused
+from parti.launch.events import Events
 from parti.launch.failure import signal_name
 from parti.launch.spawn import Worker
 
@@ -38,15 +41,19 @@ class Roster:
         stand_by: Callable[[int], None],
         show: Callable[[int], None],
         note: Callable[[str], None],
+        record: Events,
     ) -> None:
         """`start(member, rank)` starts a replacement, `stand_by(member)` a spare, `show(member)`
         brings its output to the console."""
         self._roll = membership.begin(wanted, num_spares)
         self._workers: dict[int, Worker] = {}
+        self._seats: dict[int, int] = {}
+        """The rank that each process was started for."""
         self._start = start
         self._stand_by = stand_by
         self._show = show
         self._note = note
+        self._record = record
         self._has_settled = False
         self._lost_reports: list[tuple[int, int]] = []
         self.patience_s = 60.0
@@ -55,6 +62,7 @@ class Roster:
 
     def add(self, worker: Worker) -> None:
         self._workers[worker.member] = worker
+        self._seats[worker.member] = worker.rank
 
     def hear(self, worker: Worker) -> None:
         """A worker has said something."""
@@ -81,8 +89,12 @@ class Roster:
         One that is killed is lost. One that ends by itself has a reason that the others would meet
         as well, unless it is a replacement that has no part in the training yet.
         """
+        # What was said before this death comes first: a world may have settled just before it.
+        for each in self._workers.values():
+            self.hear(each)
         code = worker.exit_code
         is_part = worker.member in self._roll.holders
+        next_member = self._roll.next_member
         if (
             code is None
             or worker.is_ended_by_us
@@ -102,11 +114,25 @@ class Roster:
         others = "1 process goes" if left == 1 else f"{left} processes go"
         step = worker.control.board.step
         at = f" at step {step}" if is_part and step >= 0 else ""
-        return f"{what} (process {worker.process.pid}) {how}{at}; {others} on, another is started"
+        follows = ", another is started" if self._roll.next_member > next_member else ""
+        return f"{what} (process {worker.process.pid}) {how}{at}; {others} on{follows}"
 
     def watched(self) -> list[Worker]:
         """Those whose standing still would hold up the others."""
-        return [self._workers[each] for each in self._roll.holders] if self._has_settled else []
+        if not self._has_settled:
+            return []
+        return [self._workers[each] for each in {*self._roll.holders, *self._roll.called}]
+
+    def failed_to_start(self, member: int) -> None:
+        """A process that was to be started could not be."""
+        self._advance(Died(member))
+
+    def _give_up(self, member: int) -> None:
+        """Another takes its place: if it lives, it has no part in the training any more."""
+        worker = self._workers.get(member)
+        if worker is not None and worker.is_alive:
+            worker.is_replaced = True
+            worker.signal(signal.SIGKILL)
 
     def is_needless(self, worker: Worker) -> bool:
         """It waits for a place in a training that the others have finished."""
@@ -114,22 +140,37 @@ class Roster:
         return not is_over and worker.member not in self._roll.holders
 
     def _advance(self, event: Event) -> None:
-        self._roll, actions = membership.advance(self._roll, event)
+        before = self._roll
+        self._roll, actions = membership.advance(before, event)
+        if isinstance(event, Entered) and self._roll is not before:
+            self._record.tell(events.Settled(generation=event.generation))
         for action in actions:
             self._carry_out(action)
 
     def _carry_out(self, action: Action) -> None:
         match action:
             case Call():
+                self._record.tell(
+                    events.Called(
+                        generation=action.generation,
+                        members=action.members,
+                        joining=action.joining,
+                        why=action.why,
+                    )
+                )
                 message = Called(action.generation, action.members, action.joining)
                 for member in action.members:
                     self._workers[member].control.send(message)
                 self._show(action.members[0])
             case Start():
-                self._start(action.member, self._workers[action.in_place_of].rank)
+                self._give_up(action.in_place_of)
+                self._seats[action.member] = self._seats[action.in_place_of]
+                self._start(action.member, self._seats[action.member])
             case Activate():
+                self._give_up(action.in_place_of)
                 spare = self._workers[action.member]
-                spare.rank = self._workers[action.in_place_of].rank
+                spare.rank = self._seats[action.member] = self._seats[action.in_place_of]
+                self._record.tell(events.Activated(member=action.member, rank=spare.rank))
                 spare.control.send(Activated())
                 self._stand_by(action.next_spare)
             case Tell():

@@ -19,14 +19,17 @@ from pathlib import Path
 from typing import assert_never
 
 from parti.errors import WorkerFailed
+from parti.launch.events import Events, Seen, Started, loss_of, places
 from parti.launch.evidence import Reports, num_oom_kills
 from parti.launch.failure import (
     Ending,
     Verdict,
     fold,
     is_consequence,
+    is_failure,
     judge,
     shell_code,
+    summary,
 )
 from parti.launch.feed import Feed
 from parti.launch.output import Console, Log
@@ -34,6 +37,7 @@ from parti.launch.peers import Announcement, Kind, Peers
 from parti.launch.roster import Roster
 from parti.launch.signals import SignalInbox
 from parti.launch.spawn import Worker, spawn
+from parti.launch.standstill import Standstill
 from parti.launch.watch import Watch
 
 _GRACE_S = 0.5
@@ -76,12 +80,18 @@ class Supervisor:
     """The workers of this host, from `run()` to its return."""
 
     def __init__(
-        self, assignment: Assignment, peers: Peers, console: Console, inbox: SignalInbox
+        self,
+        assignment: Assignment,
+        peers: Peers,
+        console: Console,
+        inbox: SignalInbox,
+        events: Events,
     ) -> None:
         self._assignment = assignment
         self._peers = peers
         self._inbox = inbox
         self._console = console
+        self._events = events
         self._selector = selectors.DefaultSelector()
         self._feed = Feed(self._selector, console)
         self._reports = Reports(assignment.failure_directory)
@@ -94,6 +104,7 @@ class Supervisor:
         self._flush_until_s: float | None = None
         self._oom_kills_before = num_oom_kills()
         self._watch = Watch(assignment.failure_directory)
+        self._standstill = Standstill(time.monotonic())
         self._roster = Roster(
             peers.layout.num_local,
             num_spares=assignment.num_spares,
@@ -101,6 +112,7 @@ class Supervisor:
             stand_by=self._add_spare,
             show=self._show,
             note=console.note,
+            record=events,
         )
 
     # ---- from start to end
@@ -149,6 +161,15 @@ class Supervisor:
                 "processes of this host were (see `ulimit -u` and `ulimit -n`)"
             ) from error
         self._workers.append(worker)
+        self._events.tell(
+            Started(
+                member=member,
+                rank=rank,
+                pid=worker.process.pid,
+                joins=joins == "1",
+                is_spare=joins == "spare",
+            )
+        )
         self._roster.add(worker)
         self._feed.add(worker)
         self._selector.register(
@@ -163,12 +184,14 @@ class Supervisor:
             self._start(rank - self._peers.layout.first_rank, member, joins="1")
         except WorkerFailed as error:
             self._console.note(str(error))
+            self._roster.failed_to_start(member)
 
     def _add_spare(self, member: int) -> None:
         try:
             self._start(self._peers.layout.num_local - 1, member, joins="spare")
         except WorkerFailed as error:
             self._console.note(str(error))
+            self._roster.failed_to_start(member)
 
     def _show(self, member: int) -> None:
         """Bring the output of the first rank to the console."""
@@ -182,9 +205,21 @@ class Supervisor:
             self._collect()
         self._reports.look(now=False)
         if self._ended_s is None:
-            self._watch.look(self._roster.watched(), self._roster.patience_s)
+            self._look_around()
         self._advance(time.monotonic())
         self._feed.turn()
+
+    def _look_around(self) -> None:
+        for worker in self._watch.look(self._roster.watched(), self._roster.patience_s):
+            self._tell_places(f"rank {worker.rank} {worker.stuck}")
+        alive = self._alive()
+        steps = [worker.control.board.step for worker in alive if worker.control.board.beat]
+        lasted_s = self._standstill.look(steps, time.monotonic())
+        if lasted_s is not None and steps:
+            self._tell_places(f"no step for {lasted_s:.0f} s")
+
+    def _tell_places(self, why: str) -> None:
+        self._events.tell(Seen(why=why, places=places(self._workers)))
 
     def _timeout_s(self) -> float:
         now_s = time.monotonic()
@@ -231,7 +266,17 @@ class Supervisor:
                 worker.collect()
                 self._feed.take_rest(worker)
                 self._reports.look(now=True)
+                self._tell_loss(worker)
                 self._go_on_without(worker)
+
+    def _tell_loss(self, worker: Worker) -> None:
+        ending = self._ending(worker)
+        if not is_failure(ending):
+            return
+        how = summary(ending) if worker.stuck is None else f"{worker.stuck}; it was killed"
+        traceback = "" if ending.report is None else ending.report.traceback
+        stack = self._watch.stack_of(worker) or traceback
+        self._events.tell(loss_of(worker, how, stack, is_consequence=is_consequence(ending)))
 
     def _go_on_without(self, worker: Worker) -> None:
         """One that was killed is no failure of the job where the others can go on."""
@@ -308,6 +353,7 @@ class Supervisor:
         self._settle_until_s = None
         self._kill_at_s = now_s + _GRACE_S
         if announcement.kind is not Kind.SUCCESS:
+            self._tell_places("the job is ended")
             self._flush_until_s = now_s + _GRACE_S + _FLUSH_S
         for worker in self._alive():
             worker.is_ended_by_us = True

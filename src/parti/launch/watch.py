@@ -28,18 +28,25 @@ class Watch:
         self._beats: dict[int, tuple[int, float]] = {}
         self._condemned: dict[int, tuple[Worker, float]] = {}
 
-    def look(self, workers: Iterable[Worker], patience_s: float) -> None:
-        """Once in every turn of the loop."""
+    def look(self, workers: Iterable[Worker], patience_s: float) -> list[Worker]:
+        """Once in every turn of the loop; who is found stuck now."""
         now_s = time.monotonic()
+        before = set(self._condemned)
         alive = [worker for worker in workers if worker.is_alive]
         others_wait = any(worker.control.board.is_waiting for worker in alive)
+        if len(alive) == 1 and is_stopped(alive[0].process.pid):
+            # The last one that has the state is not given up because somebody has stopped it.
+            alive[0].signal(signal.SIGCONT, to_group=False)
+            return []
         for worker in alive:
             if worker.member not in self._condemned:
                 self._look_at(worker, patience_s, now_s, others_wait)
+        found = [worker for key, (worker, _) in self._condemned.items() if key not in before]
         for member, (worker, until_s) in list(self._condemned.items()):
             if now_s >= until_s or read_stack(self._directory, member):
                 del self._condemned[member]
                 worker.signal(signal.SIGKILL)
+        return found
 
     def _look_at(self, worker: Worker, patience_s: float, now_s: float, others_wait: bool) -> None:
         board = worker.control.board

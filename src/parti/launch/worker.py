@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -137,8 +138,9 @@ def line() -> Line | None:
 
 
 @functools.lru_cache(maxsize=1)
-def stand_by() -> None:
+def stand_by(warm_up: Callable[[], None]) -> None:
     """In a spare: wait here, with everything imported, until it is needed."""
     inherited = line()
     if inherited is not None and inherited.is_spare:
+        warm_up()
         inherited.end.wait_for_call()

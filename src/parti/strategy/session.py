@@ -6,6 +6,7 @@ Owns what a process has once: its place in the job and its connection to the oth
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,12 +23,14 @@ from parti.comm.faults import carry_out_for_real, with_faults
 from parti.comm.rendezvous import Directory, KeyValue, TorchStore, meeting_in, split_address
 from parti.comm.world import World, connect
 from parti.data.seeds import derive
+from parti.engine.commit_log import CommitLog, NoCommitLog
 from parti.engine.replica import Replica
 from parti.engine.transforms.precision import forward_context
 from parti.engine.tuning import apply
 from parti.errors import ConfigError
 from parti.launch.devices import num_cores
 from parti.launch.worker import install, line, stand_by
+from parti.monitor.commits import CommitFile, open_commits
 
 if TYPE_CHECKING:
     from parti.strategy.data_parallel import DataParallel
@@ -56,11 +59,18 @@ def enter(strategy: DataParallel) -> None:
         torch.set_num_threads(strategy.threads or num_cores())
     else:
         install()
-        stand_by()
+        stand_by(_warm_up)
         torch.set_num_threads(strategy.threads or _share_of_cores(place))
     device = _device(strategy, place)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # what the script calls "cuda" is this rank's
+
+
+def _warm_up() -> None:
+    """What a process needs on its way to the first step, and can have before: for a spare."""
+    from parti.elastic import member as member
+
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)  # the first imports a lot
 
 
 def seed_everything(seed: int) -> None:
@@ -97,7 +107,29 @@ def bind(
             compile=strategy.compile,
         ),
         precision=forward_context(strategy.precision, device),
+        commits=_commits(place),
     )
+
+
+_num_replicas = itertools.count()
+
+
+def _commits(place: Place) -> CommitLog:
+    """Where the replica that is bound next writes down what it commits."""
+    number = next(_num_replicas)
+    file = _commit_file(place)
+    return NoCommitLog() if file is None else file.log(number)
+
+
+@functools.lru_cache(maxsize=1)
+def _commit_file(place: Place) -> CommitFile | None:
+    """Opened once in the life of a process; None where no supervisor has made a directory."""
+    inherited = line()
+    if inherited is None or place.run_directory is None or place.rank is None:
+        return None
+    # Every supervisor counts its own processes, and between hosts none is replaced.
+    member = inherited.member if place.num_nodes == 1 else place.rank
+    return open_commits(Path(place.run_directory), job=place.job or "", member=member)
 
 
 @functools.lru_cache(maxsize=1)

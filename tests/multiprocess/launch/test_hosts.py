@@ -72,7 +72,10 @@ def test_the_world_is_laid_over_the_nodes_in_order(bench: Bench) -> None:
     assert seats == ("0/1@0", "0/2@1", "1/2@1")
     assert len(set(jobs)) == 1
     logs = sorted(path.name for path in (bench.directory / "runs/latest").iterdir())
-    assert logs == ["node1.json", "rank0.log", "rank1.log", "rank2.log", "run.json"]
+    assert logs == [
+        *("events-node1.jsonl", "events.jsonl", "node1.json"),
+        *("rank0.log", "rank1.log", "rank2.log", "run.json"),
+    ]
     assert bench.leftovers() == []
 
 
