@@ -61,7 +61,7 @@ def test_a_frozen_process_is_found_shown_and_replaced(
     assert set(ended.found.values()) == {undisturbed(EPOCHS)}
     assert re.search(r"rank 1 \(process \d+\) stood still in backward of step 60", ended.output)
     assert "most recent call first" in ended.output
-    assert ("SIGSTOP" in ended.output) == (deed == "stop")
+    assert ("was stopped (SIGSTOP)" in ended.output) == (deed == "stop"), ended.output
 
 
 def test_a_spare_takes_the_place(jobs: Jobs, undisturbed: Undisturbed) -> None:

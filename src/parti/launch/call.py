@@ -13,7 +13,7 @@ from pathlib import Path
 
 CALL = "call.pkl"
 PATHS = "sys-path.json"
-RESULT = "result.pkl"
+RESULT = "result-{rank:06d}-{member}.pkl"
 
 
 def _main() -> None:
@@ -28,8 +28,11 @@ def _main() -> None:
     worker.install()
     fn, args = pickle.loads((directory / CALL).read_bytes())
     result = fn(*args)
-    if os.environ["PARTI_RANK"] == "0":
-        (directory / RESULT).write_bytes(cloudpickle.dumps(result))
+    # Rank 0's is what the caller gets; another's where rank 0 was lost on the way.
+    name = RESULT.format(rank=int(os.environ["PARTI_RANK"]), member=os.environ["PARTI_MEMBER"])
+    draft = directory / f".{name}"
+    draft.write_bytes(cloudpickle.dumps(result))
+    draft.rename(directory / name)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,15 @@ import mmap
 import os
 import select
 import socket
+import sys
+import tempfile
 import time
 from typing import TypeAlias
 
 import msgspec
 
 _MAX_MESSAGE_BYTES = 1 << 20
+_KIND = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_DGRAM
 BOARD_BYTES = 4096
 _STAND_BY_S = 3600.0
 _BEAT, _PHASE, _STEP, _SINCE_NS, _IS_WAITING, _IS_LENIENT = range(6)
@@ -64,6 +67,14 @@ FromSupervisor: TypeAlias = Called | Refused | Activated
 _encode = msgspec.msgpack.Encoder().encode
 _decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
 _decode_from_supervisor = msgspec.msgpack.Decoder(FromSupervisor).decode
+
+
+def _page() -> int:
+    """A descriptor of memory that two processes can map."""
+    if sys.platform == "linux":
+        return os.memfd_create("parti-board", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 class Board:
@@ -121,9 +132,9 @@ class SupervisorsEnd:
     """One worker's line and board, as its supervisor holds them."""
 
     def __init__(self) -> None:
-        self._line, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._line, self._theirs = socket.socketpair(socket.AF_UNIX, _KIND)
         self._line.setblocking(False)
-        self._board_fd = os.memfd_create("parti-board", os.MFD_CLOEXEC)
+        self._board_fd = _page()
         os.ftruncate(self._board_fd, BOARD_BYTES)
         self.board = Board(self._board_fd)
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import faulthandler
 import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from parti.comm.phase import Phase
 
-STACK_SIGNAL = signal.SIGRTMIN + 7
+STACK_SIGNAL = signal.SIGRTMIN + 7 if sys.platform == "linux" else signal.SIGUSR2
 """A signal that no scheduler and hardly any script uses."""
 _TIMES_AS_PATIENT = 10
 _LONG_S = 600.0

@@ -69,7 +69,10 @@ def launch(
         problem = opened.tell(outcome)
         if problem is not None:
             raise WorkerFailed(problem)
-        result: T = pickle.loads((opened.scratch / call.RESULT).read_bytes())
+        first = min(
+            opened.scratch.glob(call.RESULT.format(rank=0, member="*").replace("0" * 6, "*"))
+        )
+        result: T = pickle.loads(first.read_bytes())
         return result
 
 

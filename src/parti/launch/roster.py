@@ -66,9 +66,12 @@ class Roster:
 
     def hear(self, worker: Worker) -> None:
         """A worker has said something."""
+        self._listen(worker)
+        self._answer_lost()
+
+    def _listen(self, worker: Worker) -> None:
         for message in worker.control.receive() or ():
             self._take(worker, message)
-        self._answer_lost()
 
     def _take(self, worker: Worker, message: FromWorker) -> None:
         match message:
@@ -91,7 +94,7 @@ class Roster:
         """
         # What was said before this death comes first: a world may have settled just before it.
         for each in self._workers.values():
-            self.hear(each)
+            self._listen(each)
         code = worker.exit_code
         is_part = worker.member in self._roll.holders
         next_member = self._roll.next_member

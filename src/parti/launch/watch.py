@@ -39,7 +39,7 @@ class Watch:
             alive[0].signal(signal.SIGCONT, to_group=False)
             return []
         for worker in alive:
-            if worker.member not in self._condemned:
+            if worker.stuck is None:
                 self._look_at(worker, patience_s, now_s, others_wait)
         found = [worker for key, (worker, _) in self._condemned.items() if key not in before]
         for member, (worker, until_s) in list(self._condemned.items()):
