@@ -221,7 +221,10 @@ SCRIPT = """
             return index
 
     # no `if __name__ == "__main__"`, as in most training scripts
-    feed = Feed(Slow(), batch_size=8, workers=2, collate=lambda samples: os.getpid(), owned=range)
+    feed = Feed(
+        Slow(), batch_size=8, micro_batches=1, workers=2, owned=range,
+        collate=lambda samples: os.getpid(),
+    )
     batches = iter(feed)
     pids = sorted({next(batches).micro_batches[0].data for _ in range(6)})
     print(*pids, flush=True)
