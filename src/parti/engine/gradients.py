@@ -21,8 +21,9 @@ from parti.engine.scalar import scalar
 from parti.engine.transforms.direct_gradients import homes_of
 from parti.engine.tree import Add, combine
 
-PIECE_BYTES = 4 << 20
-"""Fits the last cache with the weights and the optimizer's state of as many elements."""
+PIECE_BYTES = 1 << 20
+"""Fits the last cache, which the processes of a host share, with the weights, the optimizer's state
+and the journal of as many elements."""
 
 Made = Sequence[torch.Tensor | None]
 """What backward left on each parameter, in layout order; None where it did not reach."""
