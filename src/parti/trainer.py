@@ -238,7 +238,7 @@ class Trainer:
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
             raise ConfigError(f"epochs={epochs!r}; expected a whole number from 1 on.")
         if checkpoint is not None:
-            micro_batches = self._resume_from(checkpoint, train, batch_size, micro_batches)
+            micro_batches = self._resume_from(checkpoint, batch_size, micro_batches)
         if epochs <= self.epoch:
             warnings.warn(
                 f"epochs={epochs} are done already: epochs are counted from the beginning of the "
@@ -324,7 +324,6 @@ class Trainer:
     def _resume_from(
         self,
         checkpoint: Checkpoint,
-        train: object,
         batch_size: int | None,
         micro_batches: int | None,
     ) -> int | None:
@@ -371,7 +370,7 @@ class Trainer:
             batch,
             optimizer=self.optimizer,
             clip_norm=self._clip_norm,
-            carry=None if fit is None else fit.tally.measure,
+            carry=fit.tally.measure if fit is not None and self._metrics else None,
         )
         # From here on the step is committed: it will not be done again, so it may be counted.
         self._averaging.after_step()

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from parti.checkpoint.read import facts as read_facts
 from parti.checkpoint.read import load, newest_good
@@ -21,7 +21,6 @@ from parti.checkpoint.writer import Writer
 from parti.engine.letter import Wish
 from parti.errors import CheckpointError, ConfigError
 
-T = TypeVar("T")
 State = Mapping[str, Any]
 
 _LOOK_S = 0.02

@@ -293,7 +293,6 @@ class Replica:
     def admit(self) -> None:
         """Between two steps: let those in who have come, if the last step said so."""
         if self._is_called:
-            self._is_called = False
             self._go_on(None, None)
 
     def step(
@@ -471,10 +470,7 @@ class Replica:
         direct = write_directly(self._models) if len(world.neighbours.ranks) > 1 else None
         if direct is not None:
             direct.on()
-        return {
-            id(o): Trained(o, self._models, world, journaled=world.succession.recovers)
-            for o in self._optimizers
-        }
+        return {id(o): Trained(o, self._models, world) for o in self._optimizers}
 
     def run(self, fn: Forward, batch: Batch) -> Parts:
         """Call `fn` without gradients on each micro-batch computed here."""
@@ -646,9 +642,7 @@ class Replica:
                 )
             if not self._trained[id(each)].is_current():
                 self._trained[id(each)].release()
-                self._trained[id(each)] = Trained(
-                    each, self._models, self._world, journaled=self._world.succession.recovers
-                )
+                self._trained[id(each)] = Trained(each, self._models, self._world)
         return [self._trained[id(each)] for each in chosen]
 
     def _deal(self, num_micro_batches: int) -> Deal:

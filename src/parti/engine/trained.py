@@ -19,9 +19,7 @@ from parti.errors import ConfigError, RankMismatch
 class Trained:
     """What one optimizer trains. Built anew when the user freezes or thaws parameters."""
 
-    def __init__(
-        self, optimizer: Optimizer, models: Sequence[nn.Module], world: World, *, journaled: bool
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, models: Sequence[nn.Module], world: World) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError(
                 "LBFGS evaluates the loss several times in one step, which cannot be dealt to "
@@ -46,7 +44,7 @@ class Trained:
                 self.layout,
                 self.gradients,
                 world.neighbours,
-                journaled=journaled,
+                journaled=world.succession.recovers,
             )
         else:
             self.update = WholeUpdate(optimizer, self.parameters, self.gradients)
