@@ -62,10 +62,7 @@ class KeptStates:
 
     def after_step(self, report: StepReport, is_last_of_epoch: bool) -> None:
         self._keeper.after_step(
-            self._trainer.step,
-            is_last_of_epoch=is_last_of_epoch,
-            is_asked=Wish.SAVE in report.wishes,
-            is_busy=Wish.BUSY in report.wishes,
+            self._trainer.step, is_last_of_epoch=is_last_of_epoch, wishes=report.wishes
         )
 
     def ranks_changed(self) -> None:

@@ -85,16 +85,14 @@ class Keeper:
             step=0, is_last_of_epoch=False, seconds_since_last=time.monotonic() - self._since_s
         )
 
-    def after_step(
-        self, step: int, *, is_last_of_epoch: bool, is_asked: bool, is_busy: bool
-    ) -> None:
-        """Write one if it is due. All arguments are equal on all ranks: `is_asked` that somebody
-        wants one now, `is_busy` that somebody still writes the one before."""
+    def after_step(self, step: int, *, is_last_of_epoch: bool, wishes: Wish) -> None:
+        """Write one if it is due, or wished for, and nobody still writes the one before. All
+        arguments are equal on all ranks."""
         is_due = not isinstance(self._settings.every, timedelta) and self._settings.is_due(
             step=step, is_last_of_epoch=is_last_of_epoch, seconds_since_last=0.0
         )
         self._pass_on()
-        if (is_due or is_asked) and not is_busy:
+        if (is_due or Wish.SAVE in wishes) and Wish.BUSY not in wishes:
             self._raise_together()
             self._begin(step)
 

@@ -8,7 +8,6 @@ from parti.checkpoint.keeper import Keeper, check_resumed, find, read
 from parti.checkpoint.value import Checkpoint
 from parti.data.batches import Batch, Feed
 from parti.data.order import Position
-from parti.engine.letter import Wish
 from parti.engine.replica import Replica
 
 
@@ -51,12 +50,10 @@ class KeptLoop:
     def between(self, last: Batch) -> None:
         self._position = last.after
         keeper = self._kept()
-        wishes = self._replica.last_wishes
         keeper.after_step(
             self._replica.step_number,
             is_last_of_epoch=last.is_last_of_epoch,
-            is_asked=Wish.SAVE in wishes,
-            is_busy=Wish.BUSY in wishes,
+            wishes=self._replica.last_wishes,
         )
         self._replica.wish(keeper.wishes())
 
