@@ -20,6 +20,7 @@ class KeptLoop:
         self._position = Position()
         self._number = 0
         self.feed: Feed | None = None
+        replica.on_new_world(self._ranks_changed)
 
     def begin(self, start: Position) -> Position | None:
         loops = self._replica.loops
@@ -62,8 +63,11 @@ class KeptLoop:
             self._keeper = Keeper(
                 self._settings, self._replica, give=self._replica.saved_state, facts=self._facts
             )
-            self._replica.on_new_world(self._keeper.ranks_changed)
         return self._keeper
+
+    def _ranks_changed(self) -> None:
+        if self._keeper is not None:
+            self._keeper.ranks_changed()
 
     def _facts(self) -> dict[str, object]:
         assert self.feed is not None
