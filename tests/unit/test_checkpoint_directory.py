@@ -120,6 +120,7 @@ def test_drafts_of_the_dead_are_swept(make: Make, tmp_path: Path) -> None:
     alive, unknown = draft(tmp_path, "alive"), draft(tmp_path, "unknown")
     lock = own(tmp_path, "alive")
     assert lock is not None
+    (tmp_path / ".unborn.owner").touch()  # killed before it had written a word
     write(make(), 1)
     os.close(lock)
     assert not dead.exists()
@@ -127,6 +128,7 @@ def test_drafts_of_the_dead_are_swept(make: Make, tmp_path: Path) -> None:
     assert alive.exists()
     assert unknown.exists()  # perhaps of another host
     assert ".dead.owner" not in names(tmp_path)
+    assert ".unborn.owner" not in names(tmp_path)
     assert ".alive.owner" in names(tmp_path)
 
 

@@ -12,6 +12,7 @@ import fcntl
 import os
 import re
 import socket
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -66,12 +67,18 @@ def forget(directory: Path, token: str) -> None:
 
 def is_dead(directory: Path, token: str) -> bool:
     """Whether the job was on this host and is known to be gone."""
+    host = _host()
+    return bool(host) and _is_unheld(directory, token, written=(host,))
+
+
+def _is_unheld(directory: Path, token: str, *, written: Collection[bytes]) -> bool:
+    """Whether a file with one of these contents is there, and nobody on this host holds it."""
     try:
         handle = os.open(_path(directory, token), os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return False
     try:
-        if (os.read(handle, 500) or b"?") != _host():
+        if os.read(handle, 500) not in written:
             return False
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -82,9 +89,15 @@ def is_dead(directory: Path, token: str) -> bool:
 
 
 def forget_dead(directory: Path, *, but: str) -> None:
-    """Remove what owners left who are known to be gone."""
+    """Remove what owners left who are known to be gone.
+
+    Who dies between making its file and writing into it leaves an empty one, of any host. Without
+    its file a job that lives has lost nothing: its drafts are swept by their age.
+    """
+    written = (_host(), b"")
     with suppress(OSError):
         for entry in os.listdir(directory):
             match = _OWNER.fullmatch(entry)
-            if match and match["token"] != but and is_dead(directory, match["token"]):
-                forget(directory, match["token"])
+            token = match["token"] if match else but
+            if token != but and _is_unheld(directory, token, written=written):
+                forget(directory, token)
