@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from parti.engine.transforms import fp32_products
 from parti.engine.transforms.change import Change, Effect
+from parti.engine.transforms.direct_gradients import Destinations
 from parti.engine.transforms.fp32_products import linear, pays_on, route_products
 from parti.engine.tuning import Tuning, change_models
 
@@ -104,6 +105,23 @@ def test_gradients_of_weights_are_taken_either_way_round(shape: tuple[int, int, 
     made = three_times(linear, operands, weights)
     assert_to_rounding(made, exact)
     assert made[2].is_contiguous()
+
+
+@pytest.mark.parametrize("rows", [64, 3000])
+def test_gradients_are_written_where_they_belong(rows: int) -> None:
+    layer = nn.Linear(1600, 2048)  # more than one block
+    routed(layer)
+    inputs, outer = torch.randn(rows, 1600), torch.randn(rows, 2048)
+    layer(inputs).backward(outer)
+    assert layer.weight.grad is not None
+    expected = layer.weight.grad
+    for _ in range(3):
+        layer.weight.grad = None
+        home = torch.full_like(layer.weight, 7.0)
+        with Destinations([{id(layer.weight): home}]):
+            layer(inputs).backward(outer)
+        assert layer.weight.grad is home
+        assert torch.equal(home, expected)
 
 
 def test_a_gradient_that_is_one_number_everywhere() -> None:

@@ -123,6 +123,9 @@ LEFT: dict[str, Optimizer] = {
     "fused=True": torch.optim.Adam([WEIGHT], fused=True),
     "foreach=True": torch.optim.Adam([WEIGHT], foreach=True),
     "foreach=False": torch.optim.Adam([WEIGHT], foreach=False),
+    "momentum of 16-bit weights": torch.optim.SGD(
+        [nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))], 0.1, momentum=0.9
+    ),
     "foreach=False in a group": torch.optim.Adam([{"params": [WEIGHT], "foreach": False}]),
     "differentiable": torch.optim.Adam([WEIGHT], differentiable=True),
     "capturable": torch.optim.Adam([WEIGHT], capturable=True),

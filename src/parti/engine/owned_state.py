@@ -69,11 +69,13 @@ class OwnedState:
     def _expect(self, optimizer: Optimizer) -> None:
         self._is_waiting = True
 
-    def prepare(self, optimizer: Optimizer) -> None:
-        """At the start of the optimizer's part of a step: take in what was loaded."""
-        if self._is_waiting:
-            self._take(optimizer)
-            self._is_waiting = False
+    def prepare(self, optimizer: Optimizer) -> bool:
+        """At the start of the optimizer's part of a step: take in what was loaded, if anything."""
+        if not self._is_waiting:
+            return False
+        self._take(optimizer)
+        self._is_waiting = False
+        return True
 
     def commit(self) -> None:
         """Everybody has taken its part of what was loaded."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from parti.comm.protocol import Neighbours, Phase
 from parti.engine.gradients import Gradients, cut_pieces, extent, flat, scale_all, scaled
 from parti.engine.journal import Journal, NoJournal, Progress, SharedJournal
+from parti.engine.kernels import NOTHING, Bound, Kernel, bind, kernel_of
 from parti.engine.layout import Chunk, Layout
 from parti.engine.owned_state import OwnedState, States
 
@@ -100,6 +101,8 @@ class _Piece:
     """Where they lie with a neighbour, and where they lie with their owner."""
     state: list[torch.Tensor]
     """What is kept for them, as flat bytes."""
+    bound: list[Bound | None] = field(default_factory=list)
+    """For each group, what a kernel is called with; empty until that is known."""
 
 
 class DividedUpdate:
@@ -142,16 +145,25 @@ class DividedUpdate:
     wants_whole = False
 
     def step(self, order: Order, sums: Iterable[list[torch.Tensor]]) -> None:
-        self.state.prepare(self._optimizer)
+        if self.state.prepare(self._optimizer):
+            for piece in self._pieces:
+                piece.bound.clear()
         pieces, sums = self._dealt(self._pieces, sums)
+        kernel = (
+            None if self.wants_all_sums or order.used is not None else kernel_of(self._optimizer)
+        )
         self._journal.begin(order.token)
         me = self._neighbours.index
         with self._on_chunks(self.state.of_chunks):
             for number, (piece, totals) in enumerate(zip(pieces, sums, strict=False)):
                 self._journal.log(me, number, piece.state)
                 self._neighbours.report(Phase.UPDATE, order.token - 1)
-                self._step_piece(piece, totals, order, is_last=piece is pieces[-1])
-                self.state.settle(piece.run)
+                is_last = piece is pieces[-1]
+                if kernel is not None and self._bind(piece, kernel):
+                    self._run_kernel(kernel, piece, totals, order, is_last=is_last)
+                else:
+                    self._step_piece(piece, totals, order, is_last=is_last)
+                    self.state.settle(piece.run)
                 self._journal.updated(me, number)
                 self._neighbours.report(Phase.HAND_OUT, order.token - 1)
                 for theirs, its in piece.copies:
@@ -228,6 +240,45 @@ class DividedUpdate:
             optimizer.state = its_state
             for group, parameters in zip(optimizer.param_groups, its_parameters, strict=True):
                 group["params"] = parameters
+
+    def _bind(self, piece: _Piece, kernel: Kernel) -> bool:
+        """Whether a kernel can do the piece, as it has had its first step."""
+        groups = self._optimizer.param_groups
+        if not piece.bound:
+            states = self.state.of_chunks
+            piece.bound.extend(
+                bind(kernel, group, chunks, states) if chunks else NOTHING
+                for group, chunks in zip(groups, piece.groups, strict=True)
+            )
+        if any(
+            one is None or (one.tensors and len(one.columns) != len(kernel.columns(group)))
+            for one, group in zip(piece.bound, groups, strict=True)
+        ):
+            piece.bound.clear()
+            return False
+        return True
+
+    def _run_kernel(
+        self,
+        kernel: Kernel,
+        piece: _Piece,
+        totals: Sequence[torch.Tensor],
+        order: Order,
+        *,
+        is_last: bool,
+    ) -> None:
+        """The same as `_step_piece`."""
+        if order.factor is not None:
+            totals = scaled(totals, order.factor)
+        groups = self._optimizer.param_groups
+        gradient_of = dict(zip(map(id, piece.chunks), totals, strict=True))
+        for group, bound in zip(groups, piece.bound, strict=True):
+            if bound is not None and bound.tensors:
+                kernel(group, bound, [gradient_of[id(chunk)] for chunk in bound.tensors])
+        if is_last:
+            for group in groups:
+                group["params"] = []
+            self._optimizer.step()  # schedulers and profilers see one step
 
     def _step_piece(
         self, piece: _Piece, totals: Sequence[torch.Tensor], order: Order, *, is_last: bool

@@ -90,14 +90,22 @@ class _Linear(torch.autograd.Function):
             of_input = rows.mm(weight).view(input.shape)
         if for_weight:
             inputs = input.reshape(-1, input.shape[-1])
-            home = _open.pop(id(weight), None)
-            if home is None or torch.is_grad_enabled() or _somebody_looks(weight):
+            home = take_home(weight)
+            if home is None:
                 of_weight = rows.t().mm(inputs)
             else:
                 weight.grad = torch.mm(rows.t(), inputs, out=home)
         if for_bias:
             of_bias = rows.sum(0)
         return of_input, of_weight, of_bias
+
+
+def take_home(weight: torch.Tensor) -> torch.Tensor | None:
+    """Where the gradient of a weight goes, once. Who has written it there makes it the weight's."""
+    home = _open.pop(id(weight), None)
+    if home is None or torch.is_grad_enabled() or _somebody_looks(weight):
+        return None
+    return home
 
 
 def _somebody_looks(weight: torch.Tensor) -> bool:

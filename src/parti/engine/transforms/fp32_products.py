@@ -19,11 +19,13 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 
 from parti.engine.transforms.change import Change, Effect, Patch, each_module, is_plain
+from parti.engine.transforms.direct_gradients import take_home
 
 MIN_MULTIPLICATIONS = 1 << 22
 """Below it, what a call of oneDNN costs beside the product is more than it saves."""
 MIN_ROWS = 4
 """Below it, a product only reads the weights once, and MKL does that as well."""
+_BLOCK_BYTES = 1 << 22
 _MIN_WEIGHTS = 1 << 12
 """A layer smaller than this would need batches beyond a thousand rows to gain anything."""
 
@@ -126,7 +128,12 @@ class _Product(torch.autograd.Function):
         if for_input:
             of_input = linear(gradient, weight.t())
         if for_weight:
-            of_weight = _gradient_of_weight(rows, input.reshape(-1, input.shape[-1]))
+            inputs = input.reshape(-1, input.shape[-1])
+            home = take_home(weight)
+            if home is None:
+                of_weight = _gradient_of_weight(rows, inputs)
+            else:
+                weight.grad = _write_gradient(home, rows, inputs)
         if for_bias:
             of_bias = rows.sum(0)
         return of_input, of_weight, of_bias
@@ -135,11 +142,40 @@ class _Product(torch.autograd.Function):
 def _gradient_of_weight(gradient: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
     """`gradient.T @ input`. oneDNN wants its first operand in order, and so copies what is
     transposed there; the product can be taken either way round, so that less is copied."""
-    rows, num_out = gradient.shape
-    num_in = input.shape[1]
-    if rows * num_out <= rows * num_in + num_in * num_out:
+    if _is_taken_straight(gradient, input):
         return linear(gradient.t(), input.t())
     return linear(input.t(), gradient.t()).t().contiguous()
+
+
+def _is_taken_straight(gradient: torch.Tensor, input: torch.Tensor) -> bool:
+    rows, num_out = gradient.shape
+    num_in = input.shape[1]
+    return rows * num_out <= rows * num_in + num_in * num_out
+
+
+def _write_gradient(
+    home: torch.Tensor, gradient: torch.Tensor, input: torch.Tensor
+) -> torch.Tensor:
+    """The same values in memory that is given. oneDNN's operator makes memory of its own, so they
+    are copied: block by block, while they are in cache."""
+    if not _is_taken_straight(gradient, input):
+        return home.copy_(linear(input.t(), gradient.t()).t())
+    num_blocks = home.numel() * home.element_size() // _BLOCK_BYTES
+    shape = (*gradient.shape, input.shape[1])
+    if num_blocks > 1 and _equal_in_blocks.get(shape, True):
+        for block, part in zip(home.chunk(num_blocks), gradient.t().chunk(num_blocks), strict=True):
+            block.copy_(linear(part, input.t()))
+        if shape in _equal_in_blocks:
+            return home
+    whole = linear(gradient.t(), input.t())
+    if shape not in _equal_in_blocks:
+        _equal_in_blocks[shape] = num_blocks > 1 and torch.equal(home, whole)
+    return home.copy_(whole)
+
+
+_equal_in_blocks: dict[tuple[int, ...], bool] = {}
+"""By the shape of a product: whether its blocks by themselves have the same bits. oneDNN does not
+promise it, so the first product of a shape is taken both ways."""
 
 
 def _product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
