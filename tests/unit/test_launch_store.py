@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from parti.errors import CommError, CommTimeout, ConfigError, PeerLost
@@ -15,10 +16,14 @@ from parti.launch.store import (
     Answer,
     CompareSet,
     Delete,
+    End,
     Get,
+    Grant,
     Keys,
+    Renew,
     Set,
     Store,
+    Subscribe,
     Will,
     connect,
     frame,
@@ -42,8 +47,6 @@ class Script:
 
 
 def answered(client: Client) -> Answer | None:
-    import msgspec
-
     answers = [msgspec.msgpack.decode(b, type=Answer) for b in take_frames(client.to_send)]
     assert len(answers) <= 1
     return answers[0] if answers else None
@@ -230,3 +233,112 @@ def test_strangers_do_not_disturb(server: Server) -> None:
             assert stranger.recv(1) == b""
         store.set("k", b"v")
         assert store.get("k", DEADLINE_S) == b"v"
+
+
+def test_a_lease_lasts_as_long_as_it_is_renewed() -> None:
+    script, owner = Script(), Client()
+    assert script.ask(owner, Grant("k", b"v", 5.0), now_s=10.0) == Answer(number=1)
+    script.table.forget(owner)  # a lease is bound to no connection
+    assert script.table.next_expiry_s() == 15.0
+    assert script.ask(Client(), Renew(1), now_s=14.0) == Answer(number=1)
+    script.table.expire(18.9)
+    assert script.ask(Client(), Keys("")) == Answer(keys=("k",))
+    script.table.expire(19.0)
+    assert script.ask(Client(), Keys("")) == Answer()
+    assert script.ask(Client(), Renew(1), now_s=19.0) == Answer(number=0)
+    assert script.table.next_expiry_s() is None
+
+
+def test_a_server_that_was_held_up_extends_leases_but_no_waits() -> None:
+    script, waiting = Script(), Client()
+    script.ask(Client(), Grant("k", b"v", 5.0), now_s=10.0)
+    script.ask(waiting, Get("other", 5.0), now_s=10.0)
+    script.table.extend(100.0)
+    script.table.expire(114.9)
+    assert answered(waiting) == Answer()
+    assert script.ask(Client(), Keys("")) == Answer(keys=("k",))
+    script.table.expire(115.0)
+    assert script.ask(Client(), Keys("")) == Answer()
+
+
+@pytest.mark.parametrize(
+    "another", [Set("k", b"2"), Add("k", 1), CompareSet("k", b"1", b"2"), Grant("k", b"2", 9.0)]
+)
+def test_a_key_that_is_set_leaves_its_lease(another: object) -> None:
+    script, client = Script(), Client()
+    script.ask(client, Grant("k", b"1", 5.0))
+    script.ask(client, another)
+    assert script.ask(client, End(1)) == Answer(number=1)
+    assert script.ask(client, Get("k", 0.0)) == Answer(value=b"2")
+    assert script.ask(client, End(1)) == Answer(number=0)
+
+
+def test_a_key_that_was_deleted_does_not_take_a_later_one_with_it() -> None:
+    script, client = Script(), Client()
+    script.ask(client, Grant("k", b"1", 5.0))
+    script.ask(client, Delete("k"))
+    script.ask(client, Set("k", b"2"))
+    script.table.expire(5.0)
+    assert script.ask(client, Get("k", 0.0)) == Answer(value=b"2")
+
+
+def heard(client: Client) -> list[tuple[str, bytes | None]]:
+    """What a subscriber is sent, until there is no more."""
+    changes: list[tuple[str, bytes | None]] = []
+    while client.load():
+        for body in take_frames(client.to_send):
+            changes += msgspec.msgpack.decode(body, type=Answer).changes
+    return changes
+
+
+def test_a_subscriber_hears_what_is_there_and_what_changes() -> None:
+    script, one, other = Script(), Client(), Client()
+    script.ask(one, Set("a/1", b"1"))
+    script.ask(one, Set("b", b"1"))
+    script.table.apply(one, Subscribe("a/"), 0.0)
+    script.table.apply(other, Subscribe(""), 0.0)
+    assert heard(one) == [("a/1", b"1")]
+    assert heard(other) == [("a/1", b"1"), ("b", b"1")]
+    leaving = Client()
+    script.ask(leaving, Will("a/will", b"w"))
+    script.ask(leaving, Grant("a/lease", b"l", 5.0))
+    script.table.forget(leaving)
+    script.table.expire(5.0)
+    script.ask(leaving, Delete("a/1"))
+    script.ask(leaving, Delete("a/1"))
+    last = [("a/will", b"w"), ("a/lease", None), ("a/1", None)]
+    assert heard(one) == heard(other) == last
+    script.table.forget(one)
+    script.ask(leaving, Set("a/1", b"2"))
+    assert heard(one) == []
+
+
+def test_a_slow_subscriber_costs_no_more_than_the_last_values() -> None:
+    script, slow, client = Script(), Client(), Client()
+    script.table.apply(slow, Subscribe(""), 0.0)
+    assert slow.load()
+    num_bytes = len(slow.to_send)
+    for k in range(1000):
+        script.ask(client, Set("a", b"%d" % k))
+        script.ask(client, Set("b", b"%d" % k))
+    assert slow.load()
+    assert len(slow.to_send) == num_bytes  # nothing, until it has read
+    assert heard(slow) == [("a", b"999"), ("b", b"999")]
+
+
+def test_much_news_comes_in_frames_that_a_store_may_send() -> None:
+    script, client = Script(), Client()
+    for k in range(100):
+        script.ask(client, Set(f"{k:02}", b"x" * 1_000_000))
+    script.table.apply(client, Subscribe(""), 0.0)
+    assert [key for key, _ in heard(client)] == [f"{k:02}" for k in range(100)]
+
+
+def test_a_client_that_a_server_refused_something_goes_on(server: Server) -> None:
+    with client_of(server) as store:
+        store.set("text", b"x")
+        store.leave_will("over", b"lost")
+        with pytest.raises(CommError, match="'text' is not a number"):
+            store.add("text", 1)
+        assert store.look("text") == b"x"
+        assert store.look("over") is None

@@ -7,10 +7,11 @@ outlives workers. Every wait has a deadline. No torch, so that a supervisor star
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TypeAlias
 from urllib.parse import urlsplit
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from parti.errors import CommError, CommTimeout, ConfigError, PeerLost
+from parti.launch.agreement import PATIENCE_S, TIMEOUT_S, LeaseLost, check_ttl
 
 
 class Set(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -56,7 +58,32 @@ class Will(msgspec.Struct, frozen=True, array_like=True, tag=True):
     value: bytes
 
 
-Request: TypeAlias = Set | Get | CompareSet | Add | Delete | Keys | Will
+class Grant(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A lease of a key; answered with its number."""
+
+    key: str
+    value: bytes
+    ttl_s: float
+
+
+class Renew(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    lease: int
+
+
+class End(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    lease: int
+
+
+class Subscribe(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Answered with what is there, as changes, and an empty answer; later changes follow."""
+
+    prefix: str
+
+
+Request: TypeAlias = (
+    Set | Get | CompareSet | Add | Delete | Keys | Will | Grant | Renew | End | Subscribe
+)
+Change: TypeAlias = tuple[str, bytes | None]
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -64,13 +91,12 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     number: int = 0
     keys: tuple[str, ...] = ()
     problem: str = ""
+    changes: tuple[Change, ...] = ()
 
 
 _HEADER = struct.Struct(">I")
 _MAX_FRAME_BYTES = 64 * 1024 * 1024
 _READ_BYTES = 256 * 1024
-_GRACE_S = 15.0
-"""How much longer than asked a client waits for the server itself."""
 _WATCH_S = 86_400.0
 _RETRY_S = 0.05
 _USER_TIMEOUT_MS = 10_000
@@ -121,13 +147,27 @@ def parse_url(url: str) -> tuple[str, int]:
     return host, port
 
 
+class _Refused(CommError):
+    """The server answered that it cannot do that."""
+
+
 class _Connection:
     """One request at a time, each with a deadline."""
 
-    def __init__(self, host: str, port: int, timeout_s: float) -> None:
-        self.name = f"{host}:{port}"
+    def __init__(self, address: tuple[str, int], timeout_s: float, patience_s: float) -> None:
+        """A server that is not there may be still to come; for `timeout_s` of 0 it has been."""
+        self.name = f"{address[0]}:{address[1]}"
+        self._patience_s = patience_s
         self._received = bytearray()
-        self._socket = _reach(host, port, timeout_s)
+        if timeout_s > 0:
+            self._socket = _reach(*address, timeout_s)
+        else:
+            try:
+                self._socket = socket.create_connection(address, timeout=patience_s)
+            except OSError as error:
+                if error.errno is None:
+                    raise self._silent(patience_s) from error
+                raise self._lost(error) from error
         configure(self._socket)
 
     def fileno(self) -> int:
@@ -135,9 +175,11 @@ class _Connection:
 
     def send(self, request: Request) -> None:
         try:
-            self._socket.settimeout(_GRACE_S)
+            self._socket.settimeout(self._patience_s)
             self._socket.sendall(frame(request))
         except OSError as error:
+            if error.errno is None:
+                raise self._silent(self._patience_s) from error
             raise self._lost(error) from error
 
     def receive(self, wait_s: float) -> Answer | None:
@@ -149,13 +191,30 @@ class _Connection:
             self._socket.settimeout(max(0.0, deadline_s - time.monotonic()))
             try:
                 data = self._socket.recv(_READ_BYTES)
-            except (TimeoutError, BlockingIOError):
-                return None
             except OSError as error:
+                if error.errno in (None, errno.EAGAIN):  # not ETIMEDOUT: a link that was cut
+                    return None
                 raise self._lost(error) from error
             if not data:
                 raise self._lost(None)
             self._received += data
+
+    def ask(self, request: Request, wait_s: float = 0.0) -> Answer:
+        """The next answer, or an error if the server takes longer than it was asked to wait."""
+        self.send(request)
+        return self.expect(wait_s)
+
+    def expect(self, wait_s: float = 0.0) -> Answer:
+        answer = self.receive(wait_s + self._patience_s)
+        if answer is None:
+            raise self._silent(wait_s + self._patience_s)
+        return answer
+
+    def _silent(self, wait_s: float) -> CommTimeout:
+        return CommTimeout(
+            f"the store at {self.name} did not answer within {wait_s:g} s: the supervisor of "
+            "node 0 is held up, the way to it is cut, or what listens there is no store"
+        )
 
     def close(self) -> None:
         self._socket.close()
@@ -166,7 +225,7 @@ class _Connection:
         except msgspec.DecodeError as error:
             raise CommError(f"what answers at {self.name} is not a Parti store: {error}") from error
         if answer.problem:
-            raise CommError(f"the store at {self.name} refused a request: {answer.problem}")
+            raise _Refused(f"the store at {self.name} refused a request: {answer.problem}")
         return answer
 
     def _lost(self, error: OSError | None) -> PeerLost:
@@ -194,11 +253,21 @@ def _reach(host: str, port: int, timeout_s: float) -> socket.socket:
 
 
 class Store:
-    """A client of the store. One thread at a time may use it; let each thread connect its own."""
+    """A client of the store. One thread at a time may use it; let each thread connect its own.
 
-    def __init__(self, host: str, port: int, timeout_s: float) -> None:
+    After an answer that did not come, the next request is sent over a new connection, unless
+    there is a will: that was bound to the old one.
+    """
+
+    def __init__(
+        self, host: str, port: int, timeout_s: float, patience_s: float = PATIENCE_S
+    ) -> None:
         self._address = (host, port)
-        self._connection = _Connection(host, port, timeout_s)
+        self._patience_s = patience_s
+        self._connection = _Connection(self._address, timeout_s, patience_s)
+        self._is_broken = False
+        self._has_will = False
+        self._is_ended = False
 
     def set(self, key: str, value: bytes) -> None:
         self._ask(Set(key, value))
@@ -212,6 +281,10 @@ class Store:
                 f"within {deadline_s:g} s"
             )
         return value
+
+    def look(self, key: str) -> bytes | None:
+        """The value now."""
+        return self._ask(Get(key, 0.0)).value
 
     def compare_set(self, key: str, expected: bytes | None, desired: bytes) -> bytes | None:
         """Set the key if its value is `expected` (None: it has none); the value it has then."""
@@ -232,18 +305,35 @@ class Store:
     def leave_will(self, key: str, value: bytes) -> None:
         """Have the key set, unless it is there, when this client ends without `close()`."""
         self._ask(Will(key, value))
+        self._has_will = True
 
     def watch(self, key: str, *, timeout_s: float) -> Watch:
-        return Watch(_Connection(*self._address, timeout_s), key)
+        return Watch(_Connection(self._address, timeout_s, self._patience_s), key)
+
+    def lease(self, key: str, value: bytes, ttl_s: float) -> StoreLease:
+        """Set a key that is gone `ttl_s` after its owner was last heard of."""
+        check_ttl(ttl_s)
+        return StoreLease(self._ask, self._ask(Grant(key, value, ttl_s)).number, key, ttl_s)
+
+    def changes(self, prefix: str) -> StoreChanges:
+        """What happens to the keys that begin with `prefix`, from what is there now on."""
+        connection = _Connection(self._address, 0.0, self._patience_s)
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(connection.close)
+            changes = StoreChanges(connection, prefix)
+            on_failure.pop_all()
+        return changes
 
     def close(self) -> None:
         """Take the will back and end the connection."""
-        with contextlib.suppress(CommError):
-            self._ask(Will(None, b""))
+        if self._has_will and not self._is_broken:
+            with contextlib.suppress(CommError):
+                self._ask(Will(None, b""))
         self.abandon()
 
     def abandon(self) -> None:
         """End the connection; the will is carried out."""
+        self._is_ended = True
         self._connection.close()
 
     def __enter__(self) -> Store:
@@ -258,19 +348,80 @@ class Store:
         self.close()
 
     def _ask(self, request: Request, wait_s: float = 0.0) -> Answer:
-        answer = None
+        if self._is_broken and not (self._has_will or self._is_ended):
+            self._connection = _Connection(self._address, 0.0, self._patience_s)
+            self._is_broken = False
+        is_answered = False
         try:
-            self._connection.send(request)
-            answer = self._connection.receive(wait_s + _GRACE_S)
+            answer = self._connection.ask(request, wait_s)
+            is_answered = True
+        except _Refused:
+            is_answered = True
+            raise
         finally:
-            if answer is None:  # an answer that comes later would be taken for the next one's
+            if not is_answered:  # an answer that comes later would be taken for the next one's
+                self._is_broken = True
                 self._connection.close()
-        if answer is None:
-            raise CommTimeout(
-                f"the store at {self._connection.name} did not answer "
-                f"within {wait_s + _GRACE_S:g} s"
-            )
         return answer
+
+
+class StoreLease:
+    """A key that exists for as long as its owner renews it."""
+
+    def __init__(
+        self, ask: Callable[[Request], Answer], number: int, key: str, ttl_s: float
+    ) -> None:
+        self._ask = ask
+        self._number = number
+        self._key = key
+        self._ttl_s = ttl_s
+
+    @property
+    def ttl_s(self) -> float:
+        return self._ttl_s
+
+    def renew(self) -> None:
+        """LeaseLost where the server has not heard of it for `ttl_s`."""
+        if self._ask(Renew(self._number)).number == 0:
+            raise LeaseLost(
+                f"the lease of {self._key!r} was not renewed within {self._ttl_s:g} s, and has "
+                "expired; take a new one"
+            )
+
+    def end(self) -> None:
+        self._ask(End(self._number))
+
+
+class StoreChanges:
+    """What happens to the keys with one prefix; for those who wait for other things too."""
+
+    def __init__(self, connection: _Connection, prefix: str) -> None:
+        self._connection = connection
+        self._found: list[Change] = []
+        answer = connection.ask(Subscribe(prefix))
+        while answer.changes:
+            self._found += answer.changes
+            answer = connection.expect()
+        # What is there has been taken from the socket. The answer to this makes it readable.
+        connection.send(Get("", 0.0))
+
+    def fileno(self) -> int:
+        """Becomes readable when `poll()` has something to say."""
+        return self._connection.fileno()
+
+    def poll(self) -> list[Change]:
+        """What is new, in order. PeerLost where the store is gone."""
+        found, self._found = self._found, []
+        try:
+            while (answer := self._connection.receive(0.0)) is not None:
+                found += answer.changes
+        except PeerLost:  # comes again at the next poll
+            if not found:
+                raise
+        return found
+
+    def close(self) -> None:
+        self._connection.close()
 
 
 class Watch:
@@ -297,7 +448,7 @@ class Watch:
         self._connection.close()
 
 
-def connect(url: str, *, timeout_s: float = 60.0) -> Store:
+def connect(url: str, *, timeout_s: float = TIMEOUT_S, patience_s: float = PATIENCE_S) -> Store:
     """A client of the store at `tcp://host:port` (a worker finds it in `Place.rendezvous`)."""
     host, port = parse_url(url)
-    return Store(host, port, timeout_s)
+    return Store(host, port, timeout_s, patience_s)
