@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from parti.errors import PartiError as PartiError
     from parti.errors import PeerLost as PeerLost
     from parti.errors import PlanInfeasible as PlanInfeasible
+    from parti.errors import Preempted as Preempted
     from parti.errors import RankMismatch as RankMismatch
     from parti.errors import WorkerFailed as WorkerFailed
     from parti.history import History as History
@@ -82,6 +83,7 @@ _HOMES = {
     "PartiError": "parti.errors",
     "PeerLost": "parti.errors",
     "PlanInfeasible": "parti.errors",
+    "Preempted": "parti.errors",
     "RankMismatch": "parti.errors",
     "WorkerFailed": "parti.errors",
 }

@@ -63,7 +63,7 @@ def draw(history: Curves, path: str | Path | None) -> Figure:
 
 
 def _metrics(rows: Sequence[Mapping[str, float]]) -> list[str]:
-    aside = {"epoch", "step", "samples", "samples_per_s", "loss", "lr", "grad_norm"}
+    aside = {"phase", "epoch", "step", "samples", "samples_per_s", "loss", "lr", "grad_norm"}
     plain = (name.removeprefix("val_") for row in rows for name in row)
     return [
         name

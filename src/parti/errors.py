@@ -12,6 +12,8 @@
     ├── DataError (ValueError)       a data set that cannot be read or dealt as asked
     └── CheckpointError (RuntimeError)
 
+    Preempted (SystemExit)           no error: the process was asked to stop, and its state is saved
+
 A message states the fact with its values, what was expected, and the remedy.
 """
 
@@ -60,3 +62,32 @@ class DataError(PartiError, ValueError):
 
 class CheckpointError(PartiError, RuntimeError):
     """A saved state cannot be written or trusted."""
+
+
+class Preempted(SystemExit):
+    """The process was asked to stop. All ranks have saved the state after the same step, and the
+    same command goes on from there. Uncaught, it ends the process with exit code 75 ("resume me")
+    and without a traceback."""
+
+    CODE = 75
+    """EX_TEMPFAIL of sysexits.h."""
+
+    def __init__(self, step: int, directory: str, problem: str = "") -> None:
+        super().__init__(self.CODE)
+        self.step = step
+        """How many steps have been taken."""
+        self.directory = directory
+        self.problem = problem
+        """Why the state could not be saved; empty if it could."""
+
+    def __str__(self) -> str:
+        if self.problem:
+            return (
+                f"stopped after {self.step} steps, but the state could not be saved: "
+                f"{self.problem} The same command goes on from the checkpoint before, if there is "
+                f"one in {self.directory}."
+            )
+        return (
+            f"stopped after {self.step} steps; the state is in {self.directory}, and the same "
+            "command goes on from there."
+        )

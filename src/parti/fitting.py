@@ -45,8 +45,9 @@ class Fit:
         callbacks: Sequence[object],
         on_nan: OnNan,
         metrics: Mapping[str, Metric],
+        history: History,
     ) -> None:
-        self.history = History(first_step=replica.step_number)
+        self.history = history
         self.facts = facts
         self.epoch = facts.first_epoch
         self._replica = replica
@@ -99,8 +100,9 @@ class Fit:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.history = History.from_json(state["history"])
-        self.history.step_losses.frombytes(state["step_losses"].numpy().tobytes())
+        phases = self.history.phases  # the last of which may be asked for more epochs now
+        self.history = kept_history(state)
+        self.history.phases = phases
         self.epoch = state["epoch"]
         self._samples = state["samples"]
         self._num_samples = state["num_samples"]
@@ -178,7 +180,9 @@ class Fit:
         self, validate: Callable[[], Mapping[str, float]] | None, rates: Mapping[str, float]
     ) -> dict[str, float]:
         """Bring the epoch's values together, here and in the validation set: its row."""
+        phase = self.facts.phase
         row: dict[str, float] = {
+            **({} if phase is None else {"phase": phase.number}),
             "epoch": self.epoch,
             "step": self._replica.step_number,
             "loss": self.tally.loss.mean(),
@@ -206,6 +210,11 @@ class Fit:
         self.display.epoch(row)
         return row
 
+    def complete(self) -> None:
+        """The phase has come to its end."""
+        *before, last = self.history.phases
+        self.history.phases = (*before, dataclasses.replace(last, is_complete=True))
+
     def after_epoch(self, event: object) -> Stop | None:
         """Run the callbacks for an epoch and go on to the next."""
         answers = [handler(event) for handler in self._on_epoch_end]
@@ -218,16 +227,18 @@ class Fit:
         """The run is over: say so."""
         self._has_ended = True
         self.history.stop_reason = None if stop is None else stop.reason
-        rows = self.history.rows
+        phase = self.facts.phase
+        history = self.history if phase is None else self.history.only(phase.name)
+        rows = history.rows
 
         def spent(name: str) -> float:
             return sum(row[name] for row in rows)
 
         self.display.end(
             RunEnd(
-                history=self.history,
+                history=history,
                 epochs=self.facts.epochs - self.facts.first_epoch + 1,
-                num_steps=len(self.history.step_losses),
+                num_steps=len(history.step_losses),
                 num_samples=self._num_samples,
                 elapsed_s=time.perf_counter() - self._started,
                 spent_s={
@@ -247,3 +258,10 @@ class Fit:
         self.display.close()
         if not self._has_ended:
             self._records.end("interrupted")
+
+
+def kept_history(state: Mapping[str, Any]) -> History:
+    """The history in what `state_dict` gave."""
+    history = History.from_json(state["history"])
+    history.step_losses.frombytes(state["step_losses"].numpy().tobytes())
+    return history

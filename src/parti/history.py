@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import math
 from array import array
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, final
 
@@ -25,6 +27,27 @@ CLOCK_NAMES = frozenset(
 """Columns read off this rank's clock. All others are equal on every rank."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """A stretch of training on one set of data: a `fit` with a name or with a checkpoint."""
+
+    name: str
+    number: int
+    """From 1."""
+    began: str
+    """Date and time."""
+    first_step: int
+    epochs_before: int
+    """Of all phases before it."""
+    epochs: int
+    """Asked for."""
+    num_samples: int | None
+    """Of its data; None for a stream."""
+    fingerprint: str | None
+    """Of its data, where they are in memory."""
+    is_complete: bool = False
+
+
 @final
 class History:
     """One row an epoch and one loss a step, in the order they came.
@@ -32,7 +55,8 @@ class History:
     `history["val_loss"]` is a column, with NaN for epochs that have no such value. `rows` are the
     epochs as dictionaries: `epoch` and `step` (numbers of what is done), `loss`, metrics, the same
     names with `val_` in front for the validation set, `lr` for each group of a schedule, and the
-    columns of `CLOCK_NAMES`.
+    columns of `CLOCK_NAMES`. Where training has phases, `phase` is the number of a row's, and
+    `epoch` counts within it.
     """
 
     def __init__(self, *, first_step: int = 0) -> None:
@@ -41,6 +65,7 @@ class History:
         self.step_losses = array("d")
         self.stop_reason: str | None = None
         """Why training ended before all its epochs; None if it did not."""
+        self.phases: tuple[Phase, ...] = ()
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -51,7 +76,36 @@ class History:
     def without_steps(self) -> History:
         """The same without the losses of single steps."""
         made = History(first_step=self.first_step)
-        made.rows, made.stop_reason = self.rows, self.stop_reason
+        made.rows, made.stop_reason, made.phases = self.rows, self.stop_reason, self.phases
+        return made
+
+    def copy(self) -> History:
+        """One that can grow without this one."""
+        made = self.without_steps()
+        made.rows, made.step_losses = [dict(row) for row in self.rows], self.step_losses[:]
+        return made
+
+    def until(self, name: str) -> History:
+        """A copy that ends with the phase of this name."""
+        last = next(i for i, phase in enumerate(self.phases) if phase.name == name)
+        made = History(first_step=self.first_step)
+        made.phases = self.phases[: last + 1]
+        made.rows = [dict(row) for row in self.rows if row["phase"] <= last + 1]
+        made.step_losses = self.step_losses[:]
+        if last + 1 < len(self.phases):
+            del made.step_losses[self.phases[last + 1].first_step - self.first_step :]
+        else:
+            made.stop_reason = self.stop_reason
+        return made
+
+    def only(self, name: str) -> History:
+        """A copy of the phase of this name."""
+        until = self.until(name)
+        phase = until.phases[-1]
+        made = History(first_step=phase.first_step)
+        made.phases, made.stop_reason = until.phases[-1:], until.stop_reason
+        made.rows = [row for row in until.rows if row["phase"] == phase.number]
+        made.step_losses = until.step_losses[phase.first_step - self.first_step :]
         return made
 
     def names(self) -> list[str]:
@@ -86,6 +140,7 @@ class History:
             {
                 "first_step": self.first_step,
                 "stop_reason": self.stop_reason,
+                "phases": [dataclasses.asdict(phase) for phase in self.phases],
                 "rows": [_without_nan(row) for row in self.rows],
                 "step_losses": [_or_none(loss) for loss in self.step_losses],
             },
@@ -103,6 +158,7 @@ class History:
         held = json.loads(source)
         history = cls(first_step=held["first_step"])
         history.stop_reason = held["stop_reason"]
+        history.phases = tuple(Phase(**phase) for phase in held.get("phases", ()))
         history.rows = [
             {name: _from_json(value) for name, value in row.items()} for row in held["rows"]
         ]
@@ -123,7 +179,11 @@ class History:
         """Losses and metrics as curves; saved to `path` if one is given. Needs matplotlib."""
         from parti.curves import draw
 
-        return draw(self, path)
+        drawn = self.without_steps()
+        drawn.step_losses = self.step_losses
+        if len(self.phases) > 1:  # side by side
+            drawn.rows = [{**row, "epoch": i + 1} for i, row in enumerate(self.rows)]
+        return draw(drawn, path)
 
     def __repr__(self) -> str:
         last = ", ".join(f"{name} {value:.4g}" for name, value in self.measured(-1).items())
@@ -135,7 +195,7 @@ class History:
         return {
             name: value
             for name, value in row.items()
-            if name not in CLOCK_NAMES and name not in ("epoch", "step", "samples")
+            if name not in CLOCK_NAMES and name not in ("phase", "epoch", "step", "samples")
         }
 
 

@@ -4,33 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from parti.checkpoint.keeper import Keeper
+from parti.checkpoint.keeper import Keeper, facts_of
 from parti.checkpoint.value import Checkpoint
 from parti.data.batches import Feed
-from parti.engine.letter import Wish
+from parti.data.order import Position
 from parti.engine.report import StepReport
 
 if TYPE_CHECKING:
     from parti.trainer import Trainer
-
-
-class NothingKept:
-    """No checkpoints are asked for."""
-
-    def wishes(self) -> Wish:
-        return Wish(0)
-
-    def after_step(self, report: StepReport, is_last_of_epoch: bool) -> None:
-        return None
-
-    def ranks_changed(self) -> None:
-        return None
-
-    def finish(self) -> None:
-        return None
-
-    def close(self) -> None:
-        return None
 
 
 class KeptStates:
@@ -44,21 +25,18 @@ class KeptStates:
         )
 
     def _facts(self) -> dict[str, object]:
-        trainer, feed = self._trainer, self._feed
+        trainer = self._trainer
+        position = Position(epoch=trainer.epoch, step_in_epoch=trainer.step_in_epoch)
+        phase = trainer.phases[-1]
         return {
-            "step": trainer.step,
-            "epoch": trainer.epoch,
-            "step_in_epoch": trainer.step_in_epoch,
-            "seed": trainer.strategy.seed,
-            "batch_size": feed.batch_size,
-            "micro_batches": feed.num_micro_batches,
-            "num_samples": feed.num_samples,
-            "processes": trainer.replica.world_size,
+            **facts_of(trainer.replica, self._feed, position),
+            "phase": phase.name,
+            "phase_number": phase.number,
+            "phase_began": phase.began,
+            "phase_first_step": phase.first_step,
+            "phase_is_complete": phase.is_complete,
+            "fingerprint": phase.fingerprint,
         }
-
-    def wishes(self) -> Wish:
-        """What this rank wants of the step that begins."""
-        return self._keeper.wishes()
 
     def after_step(self, report: StepReport, is_last_of_epoch: bool) -> None:
         self._keeper.after_step(

@@ -61,7 +61,8 @@ class Standing:
 
     @property
     def came_later(self) -> bool:
-        """This process has been given the state of the others, in the middle of their fit."""
+        """There is a fit to go on with: this process has been given the state of others, in the
+        middle of theirs, or a checkpoint has been read."""
         return self._fit_state is not None
 
     def resume(self, fit_state: Mapping[str, Any] | None) -> None:

@@ -7,14 +7,17 @@ are equal on all of them.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import pickle
+import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from torch import nn
 from torch.optim import Optimizer
@@ -31,23 +34,21 @@ from parti.callbacks import (
     check_callbacks,
     handlers,
 )
-from parti.checkpoint.keeper import check_resumed, find, read
-from parti.checkpoint.value import Checkpoint
 from parti.data.batches import Batch, Feed
 from parti.data.order import Position
 from parti.engine.replica import Admission
 from parti.engine.report import StepReport
 from parti.errors import CheckpointError, ConfigError
 from parti.evaluation import Tally, check_metrics
-from parti.fitting import Fit, OnNan
-from parti.history import History
-from parti.keeping import KeptStates, NothingKept
+from parti.fitting import Fit, OnNan, kept_history
+from parti.history import History, Phase
 from parti.losses import Loss
 from parti.metrics import Metric
 from parti.monitor.console import choose_display
 from parti.monitor.header import RunFacts
 from parti.monitor.records import keep_records
 from parti.objective import ForwardFunction, Objective, Prediction
+from parti.phases import Way, check_data, check_name, way_of
 from parti.saving import (
     is_weights,
     load_into,
@@ -77,6 +78,10 @@ from parti.weights import (
     restore_snapshot,
     take_snapshot,
 )
+
+if TYPE_CHECKING:
+    from parti.checkpoint.value import Checkpoint
+    from parti.keeping import KeptStates
 
 Collate = Callable[[Sequence[Any]], Any]
 
@@ -148,8 +153,14 @@ class Trainer:
         self._average = average
         self._averaging = NoAverage() if average is None else AveragedWeights(model, average)
         self._position = Position()
+        self.phases: tuple[Phase, ...] = ()
+        """What the training has been through; the last is under way."""
+        self._history = History()
+        self._num_named_fits = 0
+        self._resumed: Mapping[str, Any] | None = None
+        """The facts of a checkpoint that was read, until the fit that it comes from."""
         self._standing = Standing(self)
-        self._keeper: KeptStates | NothingKept = NothingKept()
+        self._keeper: KeptStates | None = None
         self.replica.keep(self._standing)
         self.replica.on_new_world(self._ranks_changed)
 
@@ -165,7 +176,7 @@ class Trainer:
 
     @property
     def epoch(self) -> int:
-        """How many epochs have been finished."""
+        """How many epochs have been finished; of the phase under way, where there are phases."""
         return self._position.epoch
 
     def fit(
@@ -184,6 +195,7 @@ class Trainer:
         progress: bool = True,
         log_every_s: float = 30.0,
         checkpoint: Checkpoint | None = None,
+        phase: str | None = None,
     ) -> History:
         """Train until `epochs` epochs are done, counted from the beginning of the training.
 
@@ -193,9 +205,19 @@ class Trainer:
         every epoch.
 
         With a `checkpoint`, states are written to its directory, and a new start of the script goes
-        on from the newest good one, at the very step.
+        on from the newest good one, at the very step. When the process is asked to stop (SIGTERM,
+        SIGUSR1), the state is written and Preempted ends the script.
+
+        With a `phase` or a `checkpoint`, every call is a phase of the training, named, or numbered
+        in the order of such calls. A name that is new begins a phase: weights, optimizer, schedule
+        and the number of the step go on, epochs and the order of the data are counted anew. The
+        phase under way goes on where it is, and those that are over are left out.
         """
-        return self._standing.once(
+        check_name(phase)
+        if checkpoint is not None or phase is not None:
+            self._num_named_fits += 1
+            phase = phase or str(self._num_named_fits)
+        history = self._standing.once(
             "fit",
             lambda: self._fit_on(
                 train,
@@ -211,8 +233,12 @@ class Trainer:
                 progress=progress,
                 log_every_s=log_every_s,
                 checkpoint=checkpoint,
+                name=phase,
             ),
         )
+        if history.phases and history.phases[-1].number == len(self.phases):
+            self._history = history
+        return history
 
     def _fit_on(
         self,
@@ -230,6 +256,7 @@ class Trainer:
         progress: bool,
         log_every_s: float,
         checkpoint: Checkpoint | None,
+        name: str | None,
     ) -> History:
         if self.optimizer is None:
             raise ConfigError(
@@ -238,15 +265,13 @@ class Trainer:
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
             raise ConfigError(f"epochs={epochs!r}; expected a whole number from 1 on.")
         if checkpoint is not None:
-            micro_batches = self._resume_from(checkpoint, batch_size, micro_batches)
-        if epochs <= self.epoch:
-            warnings.warn(
-                f"epochs={epochs} are done already: epochs are counted from the beginning of the "
-                f"training, and {self.epoch} are finished. For more, ask for "
-                f"epochs={self.epoch + epochs}.",
-                stacklevel=5,
-            )
-            return History(first_step=self.step)
+            self._resume_from(checkpoint)
+        way = self._way(name, epochs)
+        if way is Way.IS_BEHIND or way is Way.IS_DONE:
+            return self._left_out(name, epochs, way)
+        if way is Way.GOES_ON and self._resumed is not None:
+            micro_batches = self._check_resumed(self._resumed, batch_size, micro_batches)
+        start = self._position if way is Way.GOES_ON or not self.phases else Position()
         if validation is not None:
             check_same_structure(train, validation)
         feed = self.replica.feed(
@@ -258,7 +283,7 @@ class Trainer:
             drop_last=drop_last,
             workers=workers,
             collate=collate,
-            start=self._position,
+            start=start,
             gate=Admission(self.replica),
         )
 
@@ -274,14 +299,22 @@ class Trainer:
 
         if validation is not None:
             held_out()  # what is wrong with it is told now, and not after an epoch
+        if way is Way.BEGINS and name is not None:
+            self._begin_phase(name, feed, epochs)
+        elif name is not None:
+            self._continue_phase(feed, epochs)
+        self._resumed = None
         fit = self._new_fit(feed, epochs, progress, log_every_s)
         if checkpoint is not None:
+            from parti.keeping import KeptStates  # with all that writes and reads checkpoints
+
             self._keeper = KeptStates(self, checkpoint, feed)
         try:
             return self._fit(fit, feed, None if validation is None else validate)
         finally:
-            self._keeper.close()
-            self._keeper = NothingKept()
+            if self._keeper is not None:
+                self._keeper.close()
+                self._keeper = None
 
     def _fit(
         self, fit: Fit, feed: Feed, validate: Callable[[], Mapping[str, float]] | None
@@ -304,44 +337,123 @@ class Trainer:
                 stop = fit.after_step(self, report)
                 if batch.is_last_of_epoch or stop is not None:
                     stop = self._end_epoch(fit, validate) or stop
-                self._keeper.after_step(report, batch.is_last_of_epoch)
                 if stop is not None:
                     break
-            self._keeper.finish()
+                if self._keeper is not None and self.epoch < fit.facts.epochs:
+                    self._keeper.after_step(report, batch.is_last_of_epoch)
             end = FitEnd(trainer=self, history=fit.history)
             for handler in handlers(self._callbacks, "on_fit_end"):
                 handler(end)
-            return fit.end(stop)
+            history = fit.end(stop)
+            if self.phases:
+                fit.complete()
+                self.phases = history.phases
+            if self._keeper is not None:
+                # With all that the end of the phase has changed: the next one begins there.
+                self._keeper.finish()
+            return history
         finally:
             self._standing.leave()
             fit.close()
 
     def _ranks_changed(self) -> None:
-        self._keeper.ranks_changed()
+        if self._keeper is not None:
+            self._keeper.ranks_changed()
         if self._standing.fit is not None:
             self._standing.fit.ranks_changed()
 
-    def _resume_from(
-        self,
-        checkpoint: Checkpoint,
-        batch_size: int | None,
-        micro_batches: int | None,
-    ) -> int | None:
-        """Go on from the newest good checkpoint, unless this Trainer is further. How many
-        micro-batches to take."""
+    def _resume_from(self, checkpoint: Checkpoint) -> None:
+        """Go on from the newest good checkpoint, unless this Trainer is further."""
         if self._standing.came_later:
-            return micro_batches
+            return
+        from parti.checkpoint.keeper import find, read
+
         found = find(self.replica, checkpoint, after_step=self.step)
         if found is None:
-            return micro_batches
-        path, facts = found
-        check_resumed(facts, batch_size, micro_batches, self.strategy.seed)
+            return
+        path, self._resumed = found
         state = read(path)
         load_into(self.model, state["model"])
         self._resume(state)
         self._standing.resume(state["fit"])
+        self._history = kept_history(state["fit"])
+
+    def _check_resumed(
+        self, facts: Mapping[str, Any], batch_size: int | None, micro_batches: int | None
+    ) -> int:
+        """How many micro-batches to take."""
+        from parti.checkpoint.keeper import check_resumed
+
+        check_resumed(facts, batch_size, micro_batches, self.strategy.seed)
         held: int = facts["micro_batches"]
         return held
+
+    def _way(self, name: str | None, epochs: int) -> Way:
+        if self._standing.came_later and self._resumed is None:
+            return Way.GOES_ON  # this call is where the others are, and be it at its end
+        if name is not None:
+            return way_of(self.phases, name, epochs=epochs, epochs_done=self.epoch)
+        if self._resumed is not None:
+            return Way.IS_BEHIND  # the state is that of a later call, which has a name
+        return Way.IS_DONE if epochs <= self.epoch else Way.GOES_ON
+
+    def _left_out(self, name: str | None, epochs: int, way: Way) -> History:
+        """The answer of a call that has nothing to do any more."""
+        if name is None and way is Way.IS_DONE:
+            warnings.warn(
+                f"epochs={epochs} are done already: epochs are counted from the beginning of the "
+                f"training, and {self.epoch} are finished. For more, ask for "
+                f"epochs={self.epoch + epochs}.",
+                stacklevel=6,
+            )
+        if name is None:
+            return History(first_step=self.step)
+        if way is Way.IS_DONE:
+            self._resumed = None
+            self._standing.resume(None)
+        if self.replica.is_chief:
+            after = "" if way is Way.IS_DONE else f" {self.phases[-1].name!r} is under way."
+            sys.stderr.write(f"parti: phase {name!r} is complete and left out.{after}\n")
+        return self._history.until(name)
+
+    def _begin_phase(self, name: str, feed: Feed, epochs: int) -> None:
+        if self.phases and not self.phases[-1].is_complete:
+            left = self.phases[-1]
+            warnings.warn(
+                f"phase {name!r} begins, and phase {left.name!r} had done {self.epoch} of its "
+                f"{left.epochs} epochs: it is left.",
+                stacklevel=6,
+            )
+        before = self.phases[-1].epochs_before + self.epoch if self.phases else 0
+        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        begun = Phase(
+            name=name,
+            number=len(self.phases) + 1,
+            began=self.replica.exchange(now.encode())[0].decode(),
+            first_step=self.step,
+            epochs_before=before,
+            epochs=epochs,
+            num_samples=feed.num_samples,
+            fingerprint=feed.fingerprint(),
+        )
+        self._standing.resume(None)
+        if not self.phases:
+            self._history = History(first_step=self.step)
+        self.phases = (*self.phases, begun)
+        self._position = feed.start
+
+    def _continue_phase(self, feed: Feed, epochs: int) -> None:
+        phase = self.phases[-1]
+        check_data(phase, feed.num_samples)
+        fingerprint = feed.fingerprint()
+        if fingerprint != phase.fingerprint:
+            warnings.warn(
+                f"phase {phase.name!r} goes on with other data than it began with: their "
+                f"fingerprint is {fingerprint}, and was {phase.fingerprint}.",
+                stacklevel=6,
+            )
+        again = dataclasses.replace(phase, epochs=epochs, is_complete=False)
+        self.phases = (*self.phases[:-1], again)
 
     def kept_state(self) -> dict[str, Any]:
         """Everything needed to train on from here, in memory that the next step may write to."""
@@ -363,7 +475,6 @@ class Trainer:
                 "trainer.replica.batches(data, batch_size=...) gives."
             )
         self._objective.begin(batch.num_micro_batches)
-        self.replica.wish(self._keeper.wishes())
         fit = self._standing.fit
         report = self.replica.step(
             self._objective,
@@ -381,7 +492,8 @@ class Trainer:
     def _end_epoch(
         self, fit: Fit, validate: Callable[[], Mapping[str, float]] | None
     ) -> Stop | None:
-        self._averaging.after_epoch(fit.epoch)
+        before = self.phases[-1].epochs_before if self.phases else 0
+        self._averaging.after_epoch(before + fit.epoch)
         row = fit.finish_epoch(validate, self._schedule.rates())
         self._schedule.after_epoch(row)
         event = EpochEnd(trainer=self, epoch=fit.epoch, row=row, history=fit.history)
@@ -555,6 +667,7 @@ class Trainer:
             "step": self.step,
             "epoch": self._position.epoch,
             "step_in_epoch": self._position.step_in_epoch,
+            "phases": [dataclasses.asdict(phase) for phase in self.phases],
         }
 
     def _resume(self, state: Mapping[str, Any]) -> None:
@@ -578,6 +691,7 @@ class Trainer:
             if held is not None and hasattr(callback, "load_state_dict"):
                 callback.load_state_dict(held)
         self._position = Position(epoch=state["epoch"], step_in_epoch=state["step_in_epoch"])
+        self.phases = tuple(Phase(**phase) for phase in state["phases"])
         self.replica.step_number = state["step"]
 
     def _names(self, has_validation: bool) -> tuple[str, ...]:
@@ -594,6 +708,7 @@ class Trainer:
             epochs=epochs,
             num_samples=feed.num_samples,
             steps_per_epoch=feed.steps_per_epoch,
+            phase=self.phases[-1] if self.phases else None,
             **self.replica.facts(),
         )
         return Fit(
@@ -606,7 +721,16 @@ class Trainer:
             callbacks=self._callbacks,
             on_nan=self._on_nan,
             metrics=self._metrics,
+            history=self._begun_history(),
         )
+
+    def _begun_history(self) -> History:
+        """What a fit adds its steps and epochs to."""
+        if not self.phases:
+            return History(first_step=self.step)
+        begun = self._history.copy()
+        begun.phases = self.phases
+        return begun
 
 
 def _in_groups(feed: Feed, size: int) -> Iterator[list[Batch]]:

@@ -17,7 +17,9 @@ from parti.launch.control import (
     HasEntered,
     HasLost,
     IsHere,
+    Order,
     Refused,
+    Stopped,
     SupervisorsEnd,
 )
 
@@ -236,3 +238,22 @@ def test_processes_of_a_worker_do_not_inherit_its_line(end: SupervisorsEnd, work
     assert said(process) == "1"
     assert process.wait() == 0
     assert end.receive() is None
+
+
+def test_what_a_worker_says_of_stopping_is_kept_beside(end: SupervisorsEnd, worker: Worker) -> None:
+    process = worker(
+        end,
+        "end.send(CanStop(True)); end.send(HasEntered(1)); end.send(WasAsked(15))\n"
+        "print(end.board.order.name, flush=True); input()\n"
+        "print(end.board.order.name, flush=True)\n"
+        "end.send(Stopped(7, '/kept', '')); end.send(CanStop(False)); print(flush=True); input()",
+    )
+    assert said(process) == "GO_ON"
+    assert end.receive() == [HasEntered(1)]
+    assert (end.can_stop, end.was_asked, end.stopped) == (True, 15, None)
+    end.board.command(Order.STOP)
+    go_on(process)
+    assert said(process) == "STOP"
+    said(process)
+    assert end.receive() == []
+    assert (end.can_stop, end.stopped) == (False, Stopped(7, "/kept", ""))

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from parti.checkpoint.read import facts as read_facts
 from parti.checkpoint.read import load, newest_good
@@ -20,6 +20,12 @@ from parti.checkpoint.value import Checkpoint
 from parti.checkpoint.writer import Writer
 from parti.engine.letter import Wish
 from parti.errors import CheckpointError, ConfigError
+from parti.launch.stopping import Stopping
+
+if TYPE_CHECKING:
+    from parti.data.batches import Feed
+    from parti.data.order import Position
+    from parti.engine.replica import Replica
 
 State = Mapping[str, Any]
 
@@ -44,12 +50,16 @@ class Ranks(Protocol):
         """A name that no other loop of any job has, the same on all ranks."""
         ...
 
+    def give_up_token(self) -> None: ...
+
+    def ask(self, wishes: Callable[[], Wish] | None) -> None: ...
+
     def exchange(self, payload: bytes) -> tuple[bytes, ...]: ...
 
 
 class Keeper:
-    """Writes the checkpoints of one loop. `give` returns the state, in memory that may change after
-    the call; `facts` what is told of it."""
+    """Writes the checkpoints of one loop, and ends it when the process is asked to stop. `give`
+    returns the state, in memory that may change after the call; `facts` what is told of it."""
 
     def __init__(
         self,
@@ -70,10 +80,15 @@ class Keeper:
         self._writer = Writer(quiet, token=self._token(), note=self._told.append)
         self._last_step = -1
         self._since_s = time.monotonic()
+        self._stopping = Stopping()
+        self._has_reserved = False
+        ranks.ask(self._wishes)
 
-    def wishes(self) -> Wish:
-        """What this rank wants of the step that begins."""
+    def _wishes(self) -> Wish:
+        """What this rank wants of the step under way."""
         wishes = Wish.BUSY if self._writer.is_busy else Wish(0)
+        if self._stopping.is_asked:
+            wishes |= Wish.STOP
         if self._ranks.rank == 0 and self._is_overdue:
             wishes |= Wish.SAVE
         return wishes
@@ -87,14 +102,28 @@ class Keeper:
 
     def after_step(self, step: int, *, is_last_of_epoch: bool, wishes: Wish) -> None:
         """Write one if it is due, or wished for, and nobody still writes the one before. All
-        arguments are equal on all ranks."""
+        arguments are equal on all ranks. Raises Preempted if one of them is asked to stop."""
         is_due = not isinstance(self._settings.every, timedelta) and self._settings.is_due(
             step=step, is_last_of_epoch=is_last_of_epoch, seconds_since_last=0.0
         )
         self._pass_on()
+        if Wish.STOP in wishes:
+            self._stop(step)
         if (is_due or Wish.SAVE in wishes) and Wish.BUSY not in wishes:
             self._raise_together()
             self._begin(step)
+        elif not self._has_reserved:
+            # Now that there has been a step, the optimizer has its state.
+            self._writer.reserve(
+                self._give(), part=self._ranks.rank, num_parts=self._ranks.world_size
+            )
+        self._has_reserved = True
+
+    def _stop(self, step: int) -> None:
+        problem = self._bring_to_disk(step) or ""
+        raise self._stopping.has_saved(
+            step, str(self._settings.path), problem, is_chief=self._ranks.rank == 0
+        )
 
     def _begin(self, step: int) -> None:
         self._last_step, self._since_s = step, time.monotonic()
@@ -112,7 +141,18 @@ class Keeper:
         self._writer.abandon(token=self._token())
 
     def finish(self, step: int) -> None:
-        """The loop has ended: the last state is on the disk when this returns."""
+        """The loop has ended: the last state is on the disk when this returns. Raises Preempted if
+        a rank was asked to stop meanwhile."""
+        problem = self._bring_to_disk(step)
+        if any(self._ranks.exchange(b"stop" if self._stopping.is_asked else b"")):
+            raise self._stopping.has_saved(
+                step, str(self._settings.path), problem or "", is_chief=self._ranks.rank == 0
+            )
+
+    def _bring_to_disk(self, step: int) -> str | None:
+        """The state after this step. What went wrong, if anything did and is no reason to raise."""
+        if step != self._last_step:
+            self._raise_if_asked(self._all_settled())  # the one before
         for is_begun in (step == self._last_step, False, False):
             if not is_begun:
                 self._begin(step)
@@ -123,6 +163,10 @@ class Keeper:
             ):
                 break
         self._pass_on()
+        self._raise_if_asked(problem)
+        return problem
+
+    def _raise_if_asked(self, problem: str | None) -> None:
         if problem and self._settings.on_error == "raise":
             raise CheckpointError(problem)
 
@@ -141,8 +185,8 @@ class Keeper:
         return max(self._ranks.exchange((mine or "").encode())).decode() or None
 
     def _raise_together(self) -> None:
-        if self._settings.on_error == "raise" and (problem := self._agreed_problem()):
-            raise CheckpointError(problem)
+        if self._settings.on_error == "raise":
+            self._raise_if_asked(self._agreed_problem())
 
     def _pass_on(self) -> None:
         """What the writing thread had to say. A warning may be an error, which it must not meet."""
@@ -150,6 +194,9 @@ class Keeper:
             _tell(self._told.popleft())
 
     def close(self) -> None:
+        self._ranks.ask(None)
+        self._ranks.give_up_token()
+        self._stopping.close()
         self._writer.close(timeout_s=5.0)
 
     def _token(self) -> str:
@@ -158,6 +205,20 @@ class Keeper:
 
 def _tell(text: str) -> None:
     warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def facts_of(replica: Replica, feed: Feed, position: Position) -> dict[str, object]:
+    """What is told of a state beside it, whatever keeps it."""
+    return {
+        "step": replica.step_number,
+        "epoch": position.epoch,
+        "step_in_epoch": position.step_in_epoch,
+        "seed": replica.seed,
+        "batch_size": feed.batch_size,
+        "micro_batches": feed.num_micro_batches,
+        "num_samples": feed.num_samples,
+        "processes": replica.world_size,
+    }
 
 
 def find(ranks: Ranks, settings: Checkpoint, *, after_step: int) -> tuple[Path, State] | None:

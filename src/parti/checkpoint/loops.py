@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
-from parti.checkpoint.keeper import Keeper, check_resumed, find, read
+from parti.checkpoint.keeper import Keeper, check_resumed, facts_of, find, read
 from parti.checkpoint.value import Checkpoint
 from parti.data.batches import Batch, Feed
 from parti.data.order import Position
@@ -19,21 +19,28 @@ class KeptLoop:
         self._keeper: Keeper | None = None
         self._position = Position()
         self._number = 0
+        self._has_stepped = False
         self.feed: Feed | None = None
         replica.on_new_world(self._ranks_changed)
 
     def begin(self, start: Position) -> Position | None:
         loops = self._replica.loops
-        self._number, loops.num_saved = loops.num_saved, loops.num_saved + 1
-        if self._number == 0 and not self._replica.came_later:
-            self._resume()
-        if loops.resumed is not None:
-            number, position = loops.resumed
-            if self._number < number:
-                return None  # an earlier start has been through this loop
-            if self._number == number:
-                start = position
+        if self._replica.shares_token:  # it comes into the middle of the loop, where the others are
+            self._number = loops.num_saved - 1
+        else:
+            self._number, loops.num_saved = loops.num_saved, loops.num_saved + 1
+            if self._number == 0:
+                self._resume()
+            if loops.resumed is not None:
+                number, position = loops.resumed
+                if self._number < number:
+                    return None  # an earlier start has been through this loop
+                if self._number == number:
+                    start = position
         self._position = start
+        self._keeper = Keeper(
+            self._settings, self._replica, give=self._replica.saved_state, facts=self._facts
+        )
         return start
 
     def _resume(self) -> None:
@@ -50,20 +57,13 @@ class KeptLoop:
 
     def between(self, last: Batch) -> None:
         self._position = last.after
-        keeper = self._kept()
-        keeper.after_step(
+        self._has_stepped = True
+        assert self._keeper is not None
+        self._keeper.after_step(
             self._replica.step_number,
             is_last_of_epoch=last.is_last_of_epoch,
             wishes=self._replica.last_wishes,
         )
-        self._replica.wish(keeper.wishes())
-
-    def _kept(self) -> Keeper:
-        if self._keeper is None:
-            self._keeper = Keeper(
-                self._settings, self._replica, give=self._replica.saved_state, facts=self._facts
-            )
-        return self._keeper
 
     def _ranks_changed(self) -> None:
         if self._keeper is not None:
@@ -71,22 +71,14 @@ class KeptLoop:
 
     def _facts(self) -> dict[str, object]:
         assert self.feed is not None
-        return {
-            "step": self._replica.step_number,
-            "loop": self._number,
-            "epoch": self._position.epoch,
-            "step_in_epoch": self._position.step_in_epoch,
-            "seed": self._replica.seed,
-            "batch_size": self.feed.batch_size,
-            "micro_batches": self.feed.num_micro_batches,
-            "num_samples": self.feed.num_samples,
-            "processes": self._replica.world_size,
-        }
+        return {"loop": self._number, **facts_of(self._replica, self.feed, self._position)}
 
     def end(self, is_through: bool) -> None:
         if self._keeper is None:
             return
-        if is_through:
-            self._keeper.finish(self._replica.step_number)
-        self._keeper.close()
-        self._keeper = None
+        try:
+            if is_through and self._has_stepped:
+                self._keeper.finish(self._replica.step_number)
+        finally:
+            self._keeper.close()
+            self._keeper = None

@@ -170,6 +170,10 @@ class Feed:
         """In the data set; None for a stream."""
         return self._reader.num_samples
 
+    def fingerprint(self) -> str | None:
+        """Of the data, where they are in memory."""
+        return self._reader.fingerprint()
+
     @property
     def steps_per_epoch(self) -> int | None:
         """None for a stream."""
@@ -231,6 +235,9 @@ class _Indexed:
                 "the data the same as before?"
             )
 
+    def fingerprint(self) -> str | None:
+        return self._source.fingerprint() if isinstance(self._source, Columns) else None
+
     def batches(self, start: Position) -> Iterator[Batch]:
         ahead: ReadAhead | None = None
         dealer, settings = self._dealer, self._settings
@@ -276,6 +283,9 @@ class _Streamed:
                 "one process. Take workers=1 to have it read ahead, or a data set that can be "
                 "indexed."
             )
+
+    def fingerprint(self) -> str | None:
+        return None
 
     def batches(self, start: Position) -> Iterator[Batch]:
         if self._settings.workers.num_workers:

@@ -29,8 +29,8 @@ _DOING = {
 
 
 def diagnose(run: Run) -> list[str]:
-    """The lines of it; none for a run that ended well, or goes on."""
-    if run.state is State.ENDED and run.exit_code == 0:
+    """The lines of it; none for a run that ended well or was asked to stop, or goes on."""
+    if run.state is State.ENDED and (run.exit_code == 0 or run.was_stopped):
         return []
     loss = _fatal(run)
     if loss is not None:

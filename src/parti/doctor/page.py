@@ -45,6 +45,8 @@ def _headline(run: Run) -> str:
             after = "" if ended is None else f", {ended.at_s:.1f} s after its start"
             if run.exit_code == 0:
                 return f"run {name}: ended well{after}"
+            if run.was_stopped:
+                return f"run {name}: stopped when it was asked to{after}"
             return f"run {name}: ended with exit code {run.exit_code}{after}"
 
 
@@ -101,6 +103,14 @@ def _told(run: Run, event: Event) -> str:
             return _lost(run, event)
         case "activated":
             return f"process {event.number('member')} stood by and is to take a place"
+        case "asked":
+            return f"{event.text('why')}: the run was to save its state and end"
+        case "stopped":
+            told = event.text("problem")
+            saved = (
+                f"could not be saved: {told}" if told else f"was saved in {event.text('directory')}"
+            )
+            return f"after {event.number('step')} steps the state {saved}"
         case "ended":
             return event.text("reason")
         case _:

@@ -15,6 +15,9 @@ from pathlib import Path
 
 from parti.doctor.book import Book, read_book
 
+STOPPED_CODE = 75
+"""With which a run ends that is to be resumed."""
+
 
 class State(Enum):
     RUNNING = "running"
@@ -88,6 +91,11 @@ class Run:
         ended = next((e for e in self.events if e.kind == "ended"), None)
         value = self.facts.get("exit_code") if ended is None else ended.content.get("exit_code")
         return value if isinstance(value, int) else None
+
+    @property
+    def was_stopped(self) -> bool:
+        """It saved its state when it was asked to stop, and can be resumed."""
+        return self.exit_code == STOPPED_CODE and any(self.of("stopped"))
 
     @property
     def num_hosts(self) -> int:

@@ -1,5 +1,6 @@
 """Who takes part now, and who comes next.
 
-membership    what is decided when processes die, come and settle (pure)
+roll          what is known of hosts and processes, and what it asks of a host (pure)
+membership    what is decided when they are lost, come and settle (pure)
 member        a process's own side of it: the succession of worlds, through its supervisor
 """

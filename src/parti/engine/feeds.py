@@ -104,12 +104,14 @@ class Feeds:
             "entered": dict(self._entered),
             "current": self._current,
             "last_step": self._last_step,
+            "num_saved": self.num_saved,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._entered = dict(state["entered"])
         self._current = state["current"]
         self._last_step = state["last_step"]
+        self.num_saved = state["num_saved"]
 
 
 def place_of_caller() -> str:

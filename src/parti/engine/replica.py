@@ -101,7 +101,8 @@ class Replica:
         self.step_number = 0
         self._feeds = Feeds()
         self._is_called = False
-        self._wishes = self.last_wishes = Wish(0)
+        self._wishes: Callable[[], Wish] | None = None
+        self.last_wishes = Wish(0)
         self._kept: list[Kept] = []
         self._listeners: list[Callable[[], None]] = []
         self._randomness.after_step(-1)
@@ -230,13 +231,21 @@ class Replica:
         self._listeners.append(listener)
 
     def new_token(self) -> str:
-        """A name that nothing else has, the same on all ranks. One that comes later has the one
-        that the others have agreed on last."""
-        if self._shares_token:
-            self._shares_token = False
-        else:
+        """A name that nothing else has, the same on all ranks, until it is given up. One that comes
+        later has that of the others."""
+        if not self.shares_token:
             self._token = self.exchange(os.urandom(8).hex().encode())[0].decode()
+        self._shares_token = False
         return self._token
+
+    def give_up_token(self) -> None:
+        """What it was the name of is over."""
+        self._token = ""
+
+    @property
+    def shares_token(self) -> bool:
+        """This process has come into the middle of something that the others have named."""
+        return self._shares_token and self._token != ""
 
     @property
     def loops(self) -> Feeds:
@@ -283,11 +292,16 @@ class Replica:
         trained = self._trained.get(id(optimizer))
         return optimizer.state_dict() if trained is None else trained.update.held()
 
-    def wish(self, what: Wish) -> None:
-        """Have something follow from the next step, on all ranks (`StepReport.wishes`)."""
-        self._wishes |= what
+    def ask(self, wishes: Callable[[], Wish] | None) -> None:
+        """Ask in every step from now on, as late as it can be told to the others, what is to follow
+        from it on all ranks (`StepReport.wishes`)."""
+        self._wishes = wishes
 
-    def _is_joined(self) -> bool:
+    def _asked(self) -> Wish:
+        wishes = Wish(0) if self._wishes is None else self._wishes()
+        return wishes | Wish.JOIN if self._is_newer_world_called() else wishes
+
+    def _is_newer_world_called(self) -> bool:
         return self.is_chief and self._world.succession.is_called(self._world)
 
     def admit(self) -> None:
@@ -362,7 +376,6 @@ class Replica:
         wishes = self.last_wishes = Wish(
             functools.reduce(operator.or_, [each.wishes for each in mail])
         )
-        self._wishes = Wish(0)
         self._report(Phase.USER)
         ended = time.perf_counter()
         added_s = sum(each.spent_s for each in adding)
@@ -588,7 +601,7 @@ class Replica:
             used,
             self._buffers.letter(work),
             b"" if wanted.carry is None else wanted.carry(_aux(results, wanted.batch)),
-            self._wishes | (Wish.JOIN if self._is_joined() else 0),
+            self._asked(),
         )
         if self._world.size == 1:
             return [mine]

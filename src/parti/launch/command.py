@@ -11,7 +11,7 @@ from pathlib import Path
 
 from parti.errors import ConfigError
 from parti.launch.devices import checked_count
-from parti.launch.environment import ProcessTuning
+from parti.launch.environment import GRACE_S, ProcessTuning, checked_grace_s, grace_s
 from parti.launch.job import Job, Nodes, run_to_exit_code
 from parti.launch.output import terminal_console
 from parti.launch.rerun import interpreter_flags
@@ -31,6 +31,7 @@ class RunOptions:
     node_rank: int | None = None
     address: str | None = None
     num_spares: int = 0
+    grace_s: float | None = None
     threads: int | None = None
     tuning: ProcessTuning = field(default_factory=ProcessTuning)
 
@@ -72,6 +73,13 @@ def read_options(arguments: Sequence[str]) -> RunOptions:
             metavar="K",
             help="warm processes that stand by to take a lost one's place [0]",
         ),
+        add(
+            "--grace",
+            dest="grace_s",
+            type=float,
+            metavar="SECONDS",
+            help=f"how long saving the state may take when asked to stop [{GRACE_S:g}]",
+        ),
         add("--threads", type=int, metavar="T", help="threads per process [cores / processes]"),
     )
     add("-m", dest="is_module", action="store_true", help="the script is the name of a module")
@@ -95,6 +103,7 @@ def read_options(arguments: Sequence[str]) -> RunOptions:
         node_rank=read.node_rank,
         address=read.address,
         num_spares=read.num_spares,
+        grace_s=read.grace_s,
         threads=read.threads,
         tuning=ProcessTuning(
             allocator=not (read.no_allocator_tuning or read.no_tuning),
@@ -129,6 +138,7 @@ def run_script(options: RunOptions) -> int:
         name=options.name,
         runs_dir=options.runs_dir,
         num_spares=options.num_spares,
+        grace_s=(grace_s(environ) if options.grace_s is None else checked_grace_s(options.grace_s)),
         threads=options.threads,
         tuning=options.tuning,
         nodes=nodes,

@@ -14,6 +14,7 @@ import socket
 import sys
 import tempfile
 import time
+from enum import IntEnum
 from typing import TypeAlias
 
 import msgspec
@@ -22,7 +23,17 @@ _MAX_MESSAGE_BYTES = 1 << 20
 _KIND = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_DGRAM
 BOARD_BYTES = 4096
 _STAND_BY_S = 3600.0
-_BEAT, _PHASE, _STEP, _SINCE_NS, _IS_WAITING, _IS_LENIENT = range(6)
+_BEAT, _PHASE, _STEP, _SINCE_NS, _IS_WAITING, _IS_LENIENT, _ORDER = range(7)
+
+
+class Order(IntEnum):
+    """What a supervisor wants of its workers."""
+
+    GO_ON = 0
+    STOP = 1
+    """Save the state after this step, and end."""
+    END = 2
+    """End at once; a signal follows."""
 
 
 class IsHere(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -41,6 +52,29 @@ class HasLost(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A worker has found that another of its world is gone."""
 
     generation: int
+
+
+class CanStop(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A worker has begun a loop whose states are kept, or has ended it. Within it, it can be asked
+    to save the state and end."""
+
+    can: bool
+
+
+class WasAsked(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A worker was asked to stop, by a signal to itself."""
+
+    signal: int
+
+
+class Stopped(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """All workers have saved the state after a step and end now."""
+
+    step: int
+    """How many steps have been taken."""
+    directory: str
+    problem: str
+    """Why the state could not be saved; empty if it could."""
 
 
 class Called(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -62,10 +96,12 @@ class Activated(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 FromWorker: TypeAlias = IsHere | HasEntered | HasLost
+"""What is said of worlds."""
+OfStopping: TypeAlias = CanStop | WasAsked | Stopped
 FromSupervisor: TypeAlias = Called | Refused | Activated
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
+_decode_from_worker = msgspec.msgpack.Decoder(FromWorker | OfStopping).decode
 _decode_from_supervisor = msgspec.msgpack.Decoder(FromSupervisor).decode
 
 
@@ -78,7 +114,8 @@ def _page() -> int:
 
 
 class Board:
-    """What a worker last said of itself. Each word is written by the worker alone."""
+    """What a worker last said of itself, and its orders. Each word is written by one side alone:
+    the order by the supervisor, all others by the worker."""
 
     def __init__(self, fd: int) -> None:
         self._memory = mmap.mmap(fd, BOARD_BYTES)
@@ -123,6 +160,13 @@ class Board:
         """It does something now that may take long."""
         return bool(self._words[_IS_LENIENT])
 
+    @property
+    def order(self) -> Order:
+        return Order(self._words[_ORDER])
+
+    def command(self, order: Order) -> None:
+        self._words[_ORDER] = order
+
     def close(self) -> None:
         self._words.release()
         self._memory.close()
@@ -137,6 +181,10 @@ class SupervisorsEnd:
         self._board_fd = _page()
         os.ftruncate(self._board_fd, BOARD_BYTES)
         self.board = Board(self._board_fd)
+        self.can_stop = False
+        self.was_asked = 0
+        """The signal by which the worker itself was asked to stop."""
+        self.stopped: Stopped | None = None
 
     @property
     def inherited(self) -> tuple[int, int]:
@@ -157,7 +205,8 @@ class SupervisorsEnd:
             self._line.send(_encode(message))
 
     def receive(self) -> list[FromWorker] | None:
-        """What has come; None when the worker has closed its end."""
+        """What has come of worlds; None when the worker has closed its end. What it says of
+        stopping is kept here."""
         found: list[FromWorker] = []
         while True:
             try:
@@ -169,7 +218,15 @@ class SupervisorsEnd:
             if not data:
                 return found or None
             with contextlib.suppress(msgspec.DecodeError):
-                found.append(_decode_from_worker(data))
+                match message := _decode_from_worker(data):
+                    case CanStop():
+                        self.can_stop = message.can
+                    case WasAsked():
+                        self.was_asked = message.signal
+                    case Stopped():
+                        self.stopped = message
+                    case _:
+                        found.append(message)
 
     def close(self) -> None:
         self._line.close()
@@ -191,7 +248,7 @@ class WorkersEnd:
         while not isinstance(self.receive(_STAND_BY_S), Activated):
             pass
 
-    def send(self, message: FromWorker) -> None:
+    def send(self, message: FromWorker | OfStopping) -> None:
         with contextlib.suppress(OSError):  # the supervisor is gone, and this process soon
             self._line.send(_encode(message))
 

@@ -10,6 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from parti.errors import ConfigError
+
+GRACE_S = 60.0
+"""How long a process that was asked to stop may take to save its state, if nobody says."""
+
 ALLOCATOR_SETTINGS: Mapping[str, str] = {
     "MALLOC_MMAP_THRESHOLD_": "1073741824",
     "MALLOC_TRIM_THRESHOLD_": "4294967296",
@@ -52,6 +57,23 @@ class Meeting:
     host_directory: str
     """Scratch shared by the workers of one host and their supervisor; gone when the job is."""
     run_directory: str
+
+
+def grace_s(environ: Mapping[str, str]) -> float:
+    """PARTI_GRACE: how long an orderly stop may take, in seconds."""
+    written = environ.get("PARTI_GRACE", "").strip()
+    try:
+        return checked_grace_s(float(written) if written else GRACE_S)
+    except ValueError:
+        raise ConfigError(
+            f"PARTI_GRACE is {written!r}; it has to be a number of seconds, 0 or more"
+        ) from None
+
+
+def checked_grace_s(grace_s: float) -> float:
+    if not grace_s >= 0:  # NaN, too
+        raise ConfigError(f"--grace is {grace_s:g}; it has to be 0 or more seconds")
+    return grace_s
 
 
 def worker_environment(

@@ -103,12 +103,31 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="los
     stack: str | None
 
 
+class Asked(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="asked"):
+    """The run is to save its state and end."""
+
+    why: str
+    grace_s: float
+
+
+class Stopped(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="stopped"):
+    """All processes have saved their state, and end."""
+
+    step: int
+    """How many steps have been taken."""
+    directory: str
+    problem: str
+    """Why the state could not be saved; empty if it could."""
+
+
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="ended"):
     exit_code: int
     reason: str
 
 
-Event: TypeAlias = Began | Started | Activated | Called | Settled | Seen | Lost | Ended
+Event: TypeAlias = (
+    Began | Started | Activated | Called | Settled | Seen | Lost | Asked | Stopped | Ended
+)
 
 
 class Events(Protocol):

@@ -203,14 +203,14 @@ class ManyHosts:
             return announcement
         return announcement if found is None else self._remember(_decode(found))
 
-    def succeed(self) -> Announcement | None:
+    def succeed(self, announcement: Announcement) -> Announcement | None:
         try:
             num_succeeded = self._store.add("succeeded", 1)
         except CommError:
             return self._node_0_is_lost()
         if num_succeeded < self._layout.num_nodes:
             return None
-        return self.announce(Announcement(kind=Kind.SUCCESS, node_rank=self._layout.node_rank))
+        return self.announce(announcement)
 
     def finish(self, failures: Sequence[Ending]) -> tuple[Ending, ...]:
         """Node 0 keeps the store open until everybody has had the news, or a deadline."""

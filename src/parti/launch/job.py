@@ -14,7 +14,13 @@ from pathlib import Path
 
 from parti.launch.devices import num_cores, num_gpus
 from parti.launch.directories import Scratch, create_run_directory, create_scratch, write_json
-from parti.launch.environment import Meeting, ProcessTuning, Seat, worker_environment
+from parti.launch.environment import (
+    GRACE_S,
+    Meeting,
+    ProcessTuning,
+    Seat,
+    worker_environment,
+)
 from parti.launch.events import Began, Ended, Events, keep_events
 from parti.launch.failure import Ending, describe, signal_name
 from parti.launch.output import Console
@@ -50,6 +56,8 @@ class Job:
     runs_dir: Path = Path("runs")
     num_spares: int = 0
     """Warm processes that stand by on this host."""
+    grace_s: float = GRACE_S
+    """How long an orderly stop may take."""
     threads: int | None = None
     tuning: ProcessTuning = field(default_factory=ProcessTuning)
     cwd: str | None = None
@@ -103,15 +111,22 @@ class OpenJob:
             run_directory=self._run_directory,
             failure_directory=self.scratch / "failures",
             num_spares=self._job.num_spares,
+            grace_s=self._job.grace_s,
         )
         with self._events() as events, signal_inbox(is_wanted=wants_signals) as inbox:
             supervisor = Supervisor(assignment, self._peers, self._console, inbox, events)
             outcome = supervisor.run(on_started)
-            failure = self.tell(outcome)
-            reason = "all processes are through" if failure is None else failure.splitlines()[0]
+            told = self.tell(outcome)
+            reason = "all processes are through" if told is None else told.splitlines()[0]
             events.tell(Ended(exit_code=outcome.exit_code, reason=reason))
+        is_stopped = outcome.announcement.kind is Kind.STOPPED
         self._write_record(
-            {"ended": _now(), "exit_code": outcome.exit_code, "failure": failure},
+            {
+                "ended": _now(),
+                "exit_code": outcome.exit_code,
+                "failure": None if is_stopped else told,
+                "stopped": told if is_stopped else None,
+            },
         )
         return outcome
 
@@ -150,7 +165,10 @@ class OpenJob:
                 return None
             case Kind.SIGNAL:
                 name = signal_name(announcement.signal)
-                return f"ended by {name}{where}"
+                why = f": {announcement.words}" if announcement.words else ""
+                return f"ended by {name}{where}{why}"
+            case Kind.STOPPED:
+                return announcement.words
             case Kind.LOST:
                 return (
                     f"the supervisor of node {announcement.node_rank}{where} is gone: killed, or "
@@ -211,6 +229,7 @@ class OpenJob:
             "ended": None,
             "exit_code": None,
             "failure": None,
+            "stopped": None,
         }
 
     def _write_record(self, changes: Mapping[str, object]) -> None:

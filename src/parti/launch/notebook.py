@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 from parti.errors import ConfigError, WorkerFailed
 from parti.launch import call
 from parti.launch.devices import checked_count
-from parti.launch.environment import ProcessTuning
+from parti.launch.environment import ProcessTuning, grace_s
 from parti.launch.job import Job, open_job
 from parti.launch.output import Console, notebook_console, terminal_console
 from parti.launch.rerun import interpreter_flags
@@ -56,6 +56,7 @@ def launch(
         num_processes=checked_count(wanted, os.environ),
         name=name,
         runs_dir=runs_dir,
+        grace_s=grace_s(os.environ),
         threads=threads,
         tuning=tuning,
     )
@@ -66,6 +67,8 @@ def launch(
         # A Ctrl-C, or the notebook's stop button, stays a KeyboardInterrupt here.
         outcome = opened.supervise(program, os.environ, wants_signals=False)
         console.flush(1.0)
+        if outcome.preempted is not None:
+            raise outcome.preempted
         problem = opened.tell(outcome)
         if problem is not None:
             raise WorkerFailed(problem)

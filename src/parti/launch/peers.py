@@ -44,6 +44,8 @@ class Layout:
 
 class Kind(Enum):
     SUCCESS = "success"
+    STOPPED = "stopped"
+    """All workers have saved their state when they were asked to stop, and have ended."""
     FAILURE = "failure"
     """A worker failed."""
     SIGNAL = "signal"
@@ -61,6 +63,8 @@ class Announcement:
     host: str = ""
     ending: Ending | None = None
     signal: int = 0
+    words: str = ""
+    """What else there is to tell."""
 
 
 class Peers(Protocol):
@@ -79,8 +83,9 @@ class Peers(Protocol):
     def announce(self, announcement: Announcement) -> Announcement:
         """Announce the job's end; the announcement that was first."""
 
-    def succeed(self) -> Announcement | None:
-        """All workers of this node have ended well. The job's end, if they were the last."""
+    def succeed(self, announcement: Announcement) -> Announcement | None:
+        """All workers of this node have ended well. The job's end, if they were the last: what is
+        announced then."""
 
     def finish(self, failures: Sequence[Ending]) -> tuple[Ending, ...]:
         """Exchange what failed here, and leave. The failures of the others, as far as known."""
@@ -106,8 +111,8 @@ class OneHost:
     def announce(self, announcement: Announcement) -> Announcement:
         return announcement
 
-    def succeed(self) -> Announcement | None:
-        return Announcement(kind=Kind.SUCCESS, node_rank=0)
+    def succeed(self, announcement: Announcement) -> Announcement | None:
+        return announcement
 
     def finish(self, failures: Sequence[Ending]) -> tuple[Ending, ...]:
         return ()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from parti.errors import ConfigError
 from parti.launch.devices import checked_count
-from parti.launch.environment import ProcessTuning
+from parti.launch.environment import ProcessTuning, grace_s
 from parti.launch.job import Job, Nodes, run_to_exit_code
 from parti.launch.output import terminal_console
 
@@ -66,6 +66,7 @@ def ensure(
         num_processes=checked_count(wanted, os.environ),
         name=name,
         runs_dir=runs_dir,
+        grace_s=grace_s(os.environ),
         threads=threads,
         tuning=tuning,
         cwd=starting_directory(context, os.getcwd(), os.environ.get("PWD")),

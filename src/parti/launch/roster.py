@@ -1,31 +1,49 @@
-"""The workers of one host as a membership: what they say on their lines goes in, and what
-`parti.elastic.membership` decides is carried out.
+"""The workers of one host as members of a job: what they say on their lines goes to the roll, and
+what the roll asks of this host is seen to.
 """
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from typing import assert_never
+from typing import Protocol, assert_never
 
 from parti.elastic import membership
-from parti.elastic.membership import (
-    Action,
-    Activate,
-    Call,
-    Died,
-    End,
-    Entered,
-    Event,
-    Here,
-    Start,
-    Tell,
-)
+from parti.elastic.membership import Died, Entered, Event, Here
+from parti.elastic.roll import Call, Member, Orders, Role, Roll, orders
 from parti.launch import events
 from parti.launch.control import Activated, Called, FromWorker, HasEntered, HasLost, IsHere, Refused
 from parti.launch.events import Events
 from parti.launch.failure import signal_name
 from parti.launch.spawn import Worker
+
+
+class Register(Protocol):
+    """Where the roll lies."""
+
+    @property
+    def roll(self) -> Roll:
+        """The newest that is known here. Those of others may have come between."""
+        ...
+
+    def tell(self, event: Event) -> tuple[str, ...]:
+        """Make the next roll of the newest one; what a person should know."""
+        ...
+
+
+class LocalRegister:
+    """The roll of a job of one host, or of one host's part of a job that cannot lose any."""
+
+    def __init__(self, wanted: int, num_spares: int) -> None:
+        self._roll = membership.of_one_host(wanted, num_spares)
+
+    @property
+    def roll(self) -> Roll:
+        return self._roll
+
+    def tell(self, event: Event) -> tuple[str, ...]:
+        self._roll, words = membership.advance(self._roll, event)
+        return words
 
 
 class Roster:
@@ -34,23 +52,27 @@ class Roster:
 
     def __init__(
         self,
-        wanted: int,
+        register: Register,
         *,
-        num_spares: int,
-        start: Callable[[int, int], None],
-        stand_by: Callable[[int], None],
+        host: int,
+        first_rank: int,
+        start: Callable[[Member], Worker | None],
         show: Callable[[int], None],
         note: Callable[[str], None],
         record: Events,
     ) -> None:
-        """`start(member, rank)` starts a replacement, `stand_by(member)` a spare, `show(member)`
-        brings its output to the console."""
-        self._roll = membership.begin(wanted, num_spares)
+        """`start` gives None for a process that could not be started and that others can go on
+        without; `show(member)` brings its output to the console."""
+        self._register = register
+        self._host = host
+        self._first_rank = first_rank
         self._workers: dict[int, Worker] = {}
-        self._seats: dict[int, int] = {}
-        """The rank that each process was started for."""
+        self._standing_by: set[int] = set()
+        self._announced = 0
+        """Generation of the world that the workers were told of last."""
+        self._recorded = 0
+        """Generation of the world that was last recorded to have settled."""
         self._start = start
-        self._stand_by = stand_by
         self._show = show
         self._note = note
         self._record = record
@@ -60,9 +82,11 @@ class Roster:
         self.end: str | None = None
         """Why the job cannot go on."""
 
-    def add(self, worker: Worker) -> None:
-        self._workers[worker.member] = worker
-        self._seats[worker.member] = worker.rank
+    @property
+    def _roll(self) -> Roll:
+        return self._register.roll
+
+    # ---- what workers say, and their ends
 
     def hear(self, worker: Worker) -> None:
         """A worker has said something."""
@@ -77,10 +101,10 @@ class Roster:
         match message:
             case IsHere():
                 self.patience_s = message.patience_s
-                self._advance(Here(worker.member))
+                self._tell(Here(worker.member))
             case HasEntered():
                 self._has_settled = True
-                self._advance(Entered(worker.member, message.generation))
+                self._tell(Entered(worker.member, message.generation))
             case HasLost():
                 self._lost_reports.append((worker.member, message.generation))
             case _:
@@ -93,7 +117,7 @@ class Roster:
         as well, unless it is a replacement that has no part in the training yet.
         """
         # What was said before this death comes first: a world may have settled just before it.
-        for each in self._workers.values():
+        for each in list(self._workers.values()):
             self._listen(each)
         code = worker.exit_code
         is_part = worker.member in self._roll.holders
@@ -106,7 +130,7 @@ class Roster:
         ):
             self._answer_lost()
             return None
-        self._advance(Died(worker.member))
+        self._tell(Died(worker.member))
         if self.end is not None:
             return None
         what = f"rank {worker.rank}" if is_part else f"the replacement for rank {worker.rank}"
@@ -117,72 +141,103 @@ class Roster:
         others = "1 process goes" if left == 1 else f"{left} processes go"
         step = worker.control.board.step
         at = f" at step {step}" if is_part and step >= 0 else ""
-        follows = ", another is started" if self._roll.next_member > next_member else ""
+        is_replaced = any(each >= next_member for each in self._workers)
+        follows = ", another is started" if is_replaced else ""
         return f"{what} (process {worker.process.pid}) {how}{at}; {others} on{follows}"
 
     def watched(self) -> list[Worker]:
         """Those whose standing still would hold up the others."""
         if not self._has_settled:
             return []
-        return [self._workers[each] for each in {*self._roll.holders, *self._roll.called}]
-
-    def failed_to_start(self, member: int) -> None:
-        """A process that was to be started could not be."""
-        self._advance(Died(member))
-
-    def _give_up(self, member: int) -> None:
-        """Another takes its place: if it lives, it has no part in the training any more."""
-        worker = self._workers.get(member)
-        if worker is not None and worker.is_alive:
-            worker.is_replaced = True
-            worker.signal(signal.SIGKILL)
+        numbers = {*self._roll.holders, *self._roll.called}
+        return [self._workers[each] for each in numbers if each in self._workers]
 
     def is_needless(self, worker: Worker) -> bool:
         """It waits for a place in a training that the others have finished."""
         is_over = self.end is not None or not self._has_settled
         return not is_over and worker.member not in self._roll.holders
 
-    def _advance(self, event: Event) -> None:
+    def _tell(self, event: Event) -> None:
         before = self._roll
-        self._roll, actions = membership.advance(before, event)
+        words = self._register.tell(event)
         if isinstance(event, Entered) and self._roll is not before:
-            self._record.tell(events.Settled(generation=event.generation))
-        for action in actions:
-            self._carry_out(action)
+            self._record_settled(event.generation)
+        for each in words:
+            self._note(each)
+        self.look()
 
-    def _carry_out(self, action: Action) -> None:
-        match action:
-            case Call():
-                self._record.tell(
-                    events.Called(
-                        generation=action.generation,
-                        members=action.members,
-                        joining=action.joining,
-                        why=action.why,
-                    )
+    # ---- what the roll asks
+
+    def look(self) -> None:
+        """See to what the newest roll asks of this host: to be called when there may be one."""
+        while failed := self._follow(orders(self._roll, self._host)):
+            for member in failed:
+                for each in self._register.tell(Died(member)):
+                    self._note(each)
+
+    def _follow(self, asked: Orders) -> list[int]:
+        """Those that could not be started."""
+        wanted = {each.number for each in asked.members}
+        for number, worker in self._workers.items():
+            if number not in wanted:
+                self._give_up(worker)
+        if asked.call is not None:
+            self._announce(asked.call)
+        failed = []
+        for member in asked.members:
+            if member.number not in self._workers:
+                failed += self._begin(member)
+            elif member.role is not Role.SPARE and member.number in self._standing_by:
+                self._activate(self._workers[member.number], member.place)
+        if asked.end is not None and self.end is None:
+            self.end = asked.end
+            self._note(asked.end)
+        return failed
+
+    def _give_up(self, worker: Worker) -> None:
+        """If it lives, it has no part in the training any more."""
+        if worker.is_alive and not worker.is_replaced:
+            worker.is_replaced = True
+            worker.signal(signal.SIGKILL)
+
+    def _announce(self, call: Call) -> None:
+        if call.generation > self._announced:
+            self._announced = call.generation
+            self._record.tell(
+                events.Called(
+                    generation=call.generation,
+                    members=call.members,
+                    joining=call.joining,
+                    why=call.why,
                 )
-                message = Called(action.generation, action.members, action.joining)
-                for member in action.members:
-                    self._workers[member].control.send(message)
-                self._show(action.members[0])
-            case Start():
-                self._give_up(action.in_place_of)
-                self._seats[action.member] = self._seats[action.in_place_of]
-                self._start(action.member, self._seats[action.member])
-            case Activate():
-                self._give_up(action.in_place_of)
-                spare = self._workers[action.member]
-                spare.rank = self._seats[action.member] = self._seats[action.in_place_of]
-                self._record.tell(events.Activated(member=action.member, rank=spare.rank))
-                spare.control.send(Activated())
-                self._stand_by(action.next_spare)
-            case Tell():
-                self._note(action.words)
-            case End():
-                self.end = action.why
-                self._note(action.why)
-            case _:
-                assert_never(action)
+            )
+            message = Called(call.generation, call.members, call.joining)
+            for number, worker in self._workers.items():
+                if number not in self._standing_by:
+                    worker.control.send(message)
+            self._show(call.members[0])
+        if self._roll.is_settled:
+            self._record_settled(self._roll.generation)
+
+    def _record_settled(self, generation: int) -> None:
+        if generation > self._recorded:
+            self._recorded = generation
+            self._record.tell(events.Settled(generation=generation))
+
+    def _begin(self, member: Member) -> list[int]:
+        worker = self._start(member)
+        if worker is None:
+            return [member.number]
+        self._workers[member.number] = worker
+        if member.role is Role.SPARE:
+            self._standing_by.add(member.number)
+        return []
+
+    def _activate(self, worker: Worker, place: int) -> None:
+        self._standing_by.remove(worker.member)
+        worker.rank = self._first_rank + place
+        self._record.tell(events.Activated(member=worker.member, rank=worker.rank))
+        worker.control.send(Activated())
 
     def _answer_lost(self) -> None:
         """Who misses somebody that was not killed but has come to its end is not to go on."""

@@ -12,6 +12,7 @@ from types import FrameType
 _HANDLED = (
     signal.SIGINT,
     signal.SIGTERM,
+    signal.SIGUSR1,
     signal.SIGHUP,
     signal.SIGTSTP,
     signal.SIGWINCH,

@@ -2,11 +2,13 @@
 
 A job is *running*, *settling* (somebody failed; in a moment it is decided who was first), *ending*
 (the others get SIGTERM, and SIGKILL after a grace) and *over*. What happens on other hosts comes
-in through `Peers`; which failure was the first is decided in `failure`.
+in through `Peers`; which failure was the first is decided in `failure`; how far workers are that
+were asked to save their state and end is in `preemption`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import selectors
@@ -18,7 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
 
-from parti.errors import WorkerFailed
+from parti.elastic.roll import Member, Role
+from parti.errors import Preempted, WorkerFailed
+from parti.launch.control import Order
+from parti.launch.environment import GRACE_S
 from parti.launch.events import Events, Seen, Started, loss_of, places
 from parti.launch.evidence import Reports, num_oom_kills
 from parti.launch.failure import (
@@ -34,7 +39,8 @@ from parti.launch.failure import (
 from parti.launch.feed import Feed
 from parti.launch.output import Console, Log
 from parti.launch.peers import Announcement, Kind, Peers
-from parti.launch.roster import Roster
+from parti.launch.preemption import Preemption
+from parti.launch.roster import LocalRegister, Roster
 from parti.launch.signals import SignalInbox
 from parti.launch.spawn import Worker, spawn
 from parti.launch.standstill import Standstill
@@ -52,6 +58,8 @@ _POLL_S = 0.02
 """The same where the system does not tell of a process's end either."""
 _FLUSH_S = 1.0
 """How long a failed job waits for a console that does not move."""
+_JOINS = {Role.FIRST: "", Role.NEWCOMER: "1", Role.SPARE: "spare"}
+"""What a process finds in `PARTI_JOINS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +73,8 @@ class Assignment:
     run_directory: Path
     failure_directory: Path
     num_spares: int = 0
+    grace_s: float = GRACE_S
+    """How long an orderly stop may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +84,8 @@ class Outcome:
     exit_code: int
     announcement: Announcement
     verdict: Verdict | None
+    preempted: Preempted | None = None
+    """Of a job that was stopped: where its state is."""
 
 
 class Supervisor:
@@ -105,11 +117,12 @@ class Supervisor:
         self._oom_kills_before = num_oom_kills()
         self._watch = Watch(assignment.failure_directory)
         self._standstill = Standstill(time.monotonic())
+        self._preemption = Preemption(assignment.grace_s, console.note, events)
         self._roster = Roster(
-            peers.layout.num_local,
-            num_spares=assignment.num_spares,
-            start=self._replace,
-            stand_by=self._add_spare,
+            LocalRegister(peers.layout.num_local, assignment.num_spares),
+            host=0,
+            first_rank=peers.layout.first_rank,
+            start=self._start,
             show=self._show,
             note=console.note,
             record=events,
@@ -123,11 +136,7 @@ class Supervisor:
             self._selector.register(self._inbox.fileno(), selectors.EVENT_READ, self._on_signals)
             if self._peers.waits_for is not None:
                 self._selector.register(self._peers.waits_for, selectors.EVENT_READ, self._on_news)
-            num_local = self._peers.layout.num_local
-            for local_rank in range(num_local):
-                self._start(local_rank, local_rank, joins="")
-            for member in range(num_local, num_local + self._assignment.num_spares):
-                self._start(num_local - 1, member, joins="spare")
+            self._roster.look()
             on_started()
             while not self._is_over():
                 self._turn()
@@ -135,18 +144,29 @@ class Supervisor:
         finally:
             self._leave_nothing()
 
-    def _start(self, local_rank: int, member: int, *, joins: str) -> None:
+    def _start(self, member: Member) -> Worker | None:
+        """Without one for the first world there is no job. Without another the others go on."""
+        try:
+            return self._spawn(member)
+        except WorkerFailed as error:
+            if member.role is Role.FIRST:
+                raise
+            self._console.note(str(error))
+            return None
+
+    def _spawn(self, member: Member) -> Worker:
         layout = self._peers.layout
-        rank = layout.first_rank + local_rank
-        name = f"spare{member}" if joins == "spare" else f"rank{rank}"
+        rank = layout.first_rank + member.place
+        joins = _JOINS[member.role]
+        name = f"spare{member.number}" if member.role is Role.SPARE else f"rank{rank}"
         log = Log(self._assignment.run_directory / f"{name}.log")
         try:
             worker = spawn(
                 self._assignment.program,
-                member=member,
+                member=member.number,
                 rank=rank,
                 environ={
-                    **self._assignment.environment_of(local_rank),
+                    **self._assignment.environment_of(member.place),
                     **({"PARTI_JOINS": joins} if joins else {}),
                 },
                 log=log,
@@ -157,41 +177,26 @@ class Supervisor:
         except OSError as error:
             log.close()
             raise WorkerFailed(
-                f"rank {rank} could not be started: {error}; {local_rank} of {layout.num_local} "
-                "processes of this host were (see `ulimit -u` and `ulimit -n`)"
+                f"rank {rank} could not be started: {error}; {member.place} of "
+                f"{layout.num_local} processes of this host were (see `ulimit -u` and `ulimit -n`)"
             ) from error
         self._workers.append(worker)
         self._events.tell(
             Started(
-                member=member,
+                member=member.number,
                 rank=rank,
                 pid=worker.process.pid,
-                joins=joins == "1",
-                is_spare=joins == "spare",
+                joins=member.role is Role.NEWCOMER,
+                is_spare=member.role is Role.SPARE,
             )
         )
-        self._roster.add(worker)
         self._feed.add(worker)
         self._selector.register(
             worker.control, selectors.EVENT_READ, functools.partial(self._roster.hear, worker)
         )
         if worker.pidfd is not None:
             self._selector.register(worker.pidfd, selectors.EVENT_READ, self._collect)
-
-    def _replace(self, member: int, rank: int) -> None:
-        """Start a process in the place of one that is lost. If that fails, others go on."""
-        try:
-            self._start(rank - self._peers.layout.first_rank, member, joins="1")
-        except WorkerFailed as error:
-            self._console.note(str(error))
-            self._roster.failed_to_start(member)
-
-    def _add_spare(self, member: int) -> None:
-        try:
-            self._start(self._peers.layout.num_local - 1, member, joins="spare")
-        except WorkerFailed as error:
-            self._console.note(str(error))
-            self._roster.failed_to_start(member)
+        return worker
 
     def _show(self, member: int) -> None:
         """Bring the output of the first rank to the console."""
@@ -223,7 +228,8 @@ class Supervisor:
 
     def _timeout_s(self) -> float:
         now_s = time.monotonic()
-        moments = (self._settle_until_s, self._kill_at_s, self._flush_until_s)
+        grace_s = self._preemption.until_s if self._ended_s is None else None
+        moments = (self._settle_until_s, self._kill_at_s, self._flush_until_s, grace_s)
         waits = [max(0.0, moment - now_s) for moment in moments if moment is not None]
         look_s = _LOOK_S if sys.platform == "linux" else _POLL_S
         return min([*waits, look_s, self._watch.next_look_s(self._roster.patience_s)])
@@ -239,6 +245,8 @@ class Supervisor:
         try:
             if self._announcement is None:
                 self._announce(Kind.LOST)
+                for worker in self._alive():
+                    worker.control.board.command(Order.END)
                 self._signal_workers(signal.SIGTERM)
                 deadline_s = time.monotonic() + _GRACE_S
                 while self._alive() and time.monotonic() < deadline_s:
@@ -263,6 +271,7 @@ class Supervisor:
                 if worker.pidfd is not None:
                     self._selector.unregister(worker.pidfd)
                 self._selector.unregister(worker.control)
+                self._roster.hear(worker)  # its last words
                 worker.collect()
                 self._feed.take_rest(worker)
                 self._reports.look(now=True)
@@ -271,7 +280,7 @@ class Supervisor:
 
     def _tell_loss(self, worker: Worker) -> None:
         ending = self._ending(worker)
-        if not is_failure(ending):
+        if not is_failure(ending) or self._preemption.ended_so(worker):
             return
         how = summary(ending) if worker.stuck is None else f"{worker.stuck}; it was killed"
         traceback = "" if ending.report is None else ending.report.traceback
@@ -280,7 +289,12 @@ class Supervisor:
 
     def _go_on_without(self, worker: Worker) -> None:
         """One that was killed is no failure of the job where the others can go on."""
-        if self._ended_s is not None or self._peers.layout.num_nodes > 1:
+        if self._ended_s is not None:
+            return
+        if self._has_stopped() and (worker.exit_code or 0) < 0:
+            worker.is_replaced = True  # nothing was left for it to do
+            return
+        if self._peers.layout.num_nodes > 1 or self._preemption.ended_so(worker):
             return
         how = self._roster.takes(worker)
         if how is not None:
@@ -307,6 +321,8 @@ class Supervisor:
                 os.kill(os.getpid(), signal.SIGSTOP)
                 self._signal_workers(signal.SIGCONT)
             elif self._ended_s is None:
+                if self._preemption.asks(number, self._alive(), time.monotonic()):
+                    continue
                 if number == signal.SIGINT:
                     self._console.end_echo()
                 self._end(self._announce(Kind.SIGNAL, number=number))
@@ -317,6 +333,7 @@ class Supervisor:
 
     def _advance(self, now_s: float) -> None:
         if self._ended_s is None:
+            self._preemption.look(self._workers, now_s)
             self._decide(now_s)
         if self._kill_at_s is not None and now_s >= self._kill_at_s:
             self._kill_at_s = None
@@ -336,11 +353,27 @@ class Supervisor:
                 worker.is_ended_by_us = True
                 worker.signal(signal.SIGKILL)
             self._has_succeeded_here = True
-            self._announcement = self._peers.succeed()
+            self._announcement = self._peers.succeed(self._announcement_of(self._good_end()))
+        elif self._preemption.is_late(now_s) or (
+            self._alive() and self._preemption.is_pointless(self._alive())
+        ):
+            kind = Kind.STOPPED if self._has_stopped() else Kind.SIGNAL
+            self._end(self._announce(kind, number=self._preemption.signal))
+
+    def _has_stopped(self) -> bool:
+        return self._preemption.stopped is not None
+
+    def _good_end(self) -> Kind:
+        """All workers are through: with the training, or with what was left to do when they were
+        asked to stop."""
+        is_stopped = any(self._preemption.ended_so(worker) for worker in self._workers)
+        return Kind.STOPPED if is_stopped else Kind.SUCCESS
 
     def _are_all_through(self) -> bool:
         """All workers have ended, but for replacements that came too late."""
-        has_any_ended_well = any(worker.exit_code == 0 for worker in self._workers)
+        has_any_ended_well = any(
+            worker.exit_code == 0 or self._preemption.ended_so(worker) for worker in self._workers
+        )
         return not self._alive() or (
             has_any_ended_well and all(self._roster.is_needless(w) for w in self._alive())
         )
@@ -352,26 +385,34 @@ class Supervisor:
         self._ended_s = now_s
         self._settle_until_s = None
         self._kill_at_s = now_s + _GRACE_S
-        if announcement.kind is not Kind.SUCCESS:
+        if announcement.kind not in (Kind.SUCCESS, Kind.STOPPED):
             self._tell_places("the job is ended")
             self._flush_until_s = now_s + _GRACE_S + _FLUSH_S
         for worker in self._alive():
             worker.is_ended_by_us = True
+            worker.control.board.command(Order.END)
         self._signal_workers(signal.SIGTERM)
         self._signal_workers(signal.SIGCONT)  # one that is stopped would not see the other
 
     def _announce(
         self, kind: Kind, *, ending: Ending | None = None, number: int = 0
     ) -> Announcement:
-        layout = self._peers.layout
-        return self._peers.announce(
-            Announcement(
-                kind=kind,
-                node_rank=layout.node_rank,
-                host=layout.hosts[layout.node_rank],
-                ending=ending,
-                signal=number,
-            )
+        return self._peers.announce(self._announcement_of(kind, ending=ending, number=number))
+
+    def _announcement_of(
+        self, kind: Kind, *, ending: Ending | None = None, number: int = 0
+    ) -> Announcement:
+        layout, preemption = self._peers.layout, self._preemption
+        is_of_it = kind is Kind.STOPPED or (
+            kind is Kind.SIGNAL and preemption.is_late(time.monotonic())
+        )
+        return Announcement(
+            kind=kind,
+            node_rank=layout.node_rank,
+            host=layout.hosts[layout.node_rank],
+            ending=ending,
+            signal=number,
+            words=preemption.words if is_of_it else "",
         )
 
     def _signal_workers(self, number: int) -> None:
@@ -386,6 +427,7 @@ class Supervisor:
             self._ending(worker)
             for worker in self._workers
             if not worker.is_replaced
+            and not self._preemption.ended_so(worker)
             and not self._roster.is_needless(worker)
             and (worker.exit_code or self._reports.of(worker.member) is not None)
         ]
@@ -418,6 +460,11 @@ class Supervisor:
 
     def _outcome(self) -> Outcome:
         assert self._announcement is not None
+        if self._announcement.kind is Kind.STOPPED and self._preemption.signal:
+            # Who was asked knows by what.
+            self._announcement = dataclasses.replace(
+                self._announcement, words=self._preemption.words
+            )
         endings = self._failures()
         here = judge(endings)
         failures = [] if here is None else [here.first, *here.alike, *here.consequences]
@@ -429,6 +476,9 @@ class Supervisor:
             exit_code=_exit_code(self._announcement, verdict),
             announcement=self._announcement,
             verdict=verdict,
+            preempted=(
+                self._preemption.preempted if self._announcement.kind is Kind.STOPPED else None
+            ),
         )
 
     def _file_traceback(self, ending: Ending) -> None:
@@ -455,6 +505,8 @@ def _exit_code(announcement: Announcement, verdict: Verdict | None) -> int:
             return 1 if verdict is None else shell_code(verdict.first.exit_code)
         case Kind.SIGNAL:
             return 128 + announcement.signal
+        case Kind.STOPPED:
+            return Preempted.CODE
         case Kind.LOST:
             return 1
         case _:

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from parti.history import CLOCK_NAMES, History
+from parti.history import CLOCK_NAMES, History, Phase
 from parti.monitor.text import count, duration, number, rate, share, styled
 
 _WIDEST = 100
@@ -34,12 +34,15 @@ class RunFacts:
     num_samples: int | None
     steps_per_epoch: int | None
     notes: tuple[str, ...] = ()
+    phase: Phase | None = None
 
     def pairs(self) -> list[tuple[str, str]]:
         samples = "a stream" if self.num_samples is None else count(self.num_samples, "sample")
         if self.steps_per_epoch is not None:
             samples += f", {count(self.steps_per_epoch, 'step')}"
+        is_told = self.phase is not None and self.phase.name != "1"
         return [
+            *([("phase", self.phase.name)] if self.phase is not None and is_told else []),
             ("strategy", self.strategy),
             ("processes", f"{self.processes} on {count(self.hosts, 'host')}"),
             ("devices", self.devices),
@@ -213,5 +216,5 @@ def _where_time_went(end: RunEnd, width: int, colors: bool, ascii_only: bool) ->
 
 def epoch_words(row: Mapping[str, float]) -> list[tuple[str, str]]:
     """(name, value) of what an epoch measured, without the readings of clocks."""
-    aside = CLOCK_NAMES | {"epoch", "step", "samples"}
+    aside = CLOCK_NAMES | {"phase", "epoch", "step", "samples"}
     return [(name, number(value)) for name, value in row.items() if name not in aside]
