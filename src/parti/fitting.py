@@ -48,6 +48,8 @@ class Fit:
         history: History,
     ) -> None:
         self.history = history
+        self._rows_before = len(history.rows)
+        """Of epochs that an earlier start has been through."""
         self.facts = facts
         self.epoch = facts.first_epoch
         self._replica = replica
@@ -102,6 +104,7 @@ class Fit:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         phases = self.history.phases  # the last of which may be asked for more epochs now
         self.history = kept_history(state)
+        self._rows_before = len(self.history.rows)
         self.history.phases = phases
         self.epoch = state["epoch"]
         self._samples = state["samples"]
@@ -229,7 +232,7 @@ class Fit:
         self.history.stop_reason = None if stop is None else stop.reason
         phase = self.facts.phase
         history = self.history if phase is None else self.history.only(phase.name)
-        rows = history.rows
+        rows = self.history.rows[self._rows_before :]
 
         def spent(name: str) -> float:
             return sum(row[name] for row in rows)
@@ -237,6 +240,7 @@ class Fit:
         self.display.end(
             RunEnd(
                 history=history,
+                num_epochs=len(rows),
                 epochs=self.facts.epochs - self.facts.first_epoch + 1,
                 num_steps=len(history.step_losses),
                 num_samples=self._num_samples,

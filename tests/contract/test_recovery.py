@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from parti.comm.memory import Killed, run_ranks
 from parti.comm.world import World
-from parti.engine import gradients, layout
+from parti.engine import layout
 from parti.testing import FaultScript, fingerprint, on_threads
 
 from .. import zoo
@@ -21,7 +21,7 @@ POINTS = ("forward", "backward", "reduce", "optimizer", "update", "hand_out", "u
 @pytest.fixture(autouse=True)
 def _many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small model in as many pieces as a large one has."""
-    monkeypatch.setattr(gradients, "PIECE_BYTES", 512)
+    monkeypatch.setattr(layout, "PIECE_BYTES", 512)
     monkeypatch.setattr(layout, "CHUNK_BYTES", 256)
 
 

@@ -102,6 +102,7 @@ def _end(**changes: Any) -> RunEnd:
     history.rows = [{**ROW}, {**ROW, "epoch": 2, "val_loss": 0.3}]
     settings: dict[str, Any] = {
         "history": history,
+        "num_epochs": 2,
         "epochs": 2,
         "num_steps": 24,
         "num_samples": 2874,

@@ -37,12 +37,15 @@ class Buffers:
         self._versions: list[int] = []
         self._sums: list[Vector | None] = []
         self._leaves: list[int] = []
+        self._is_mean_of_one = False
 
     def __len__(self) -> int:
         return len(self._slots)
 
-    def begin(self, num_slots: int) -> None:
-        """Remember the values of the step's start."""
+    def begin(self, num_slots: int, *, is_only: bool = False) -> None:
+        """Remember the values of the step's start. `is_only`: one rank computes one micro-batch, so
+        that what it leaves behind is the mean already."""
+        self._is_mean_of_one = is_only
         if not self._slots:
             return
         self._tensors = [module._buffers[name] for module, name in self._slots]
@@ -61,7 +64,7 @@ class Buffers:
 
     def leave(self, slot: int, onto: bool) -> None:
         """Take the values a micro-batch left behind into the sum of a slot."""
-        if not self._slots:
+        if not self._slots or self._is_mean_of_one:
             return
         before = self._sums[slot] if onto else None
         held = self._leaves[slot] if onto else 0
@@ -145,15 +148,29 @@ class Buffers:
 
     @staticmethod
     def _vector(tensors: Sequence[torch.Tensor]) -> Vector:
-        flat = torch.cat([tensor.detach().reshape(-1).to(torch.float64) for tensor in tensors])
-        return np.asarray(flat.cpu().numpy())
+        """All values in a row. What is of one type is put together first: on an accelerator every
+        call costs more than the numbers do."""
+        flats = [tensor.detach().reshape(-1) for tensor in tensors]
+        vector = np.empty(sum(flat.numel() for flat in flats), dtype=np.float64)
+        ends = np.cumsum([flat.numel() for flat in flats])
+        for dtype in {flat.dtype for flat in flats}:
+            chosen = [i for i, flat in enumerate(flats) if flat.dtype is dtype]
+            held = torch.cat([flats[i] for i in chosen]).to(torch.float64).cpu().numpy()
+            start = 0
+            for i in chosen:
+                size = flats[i].numel()
+                vector[ends[i] - size : ends[i]] = held[start : start + size]
+                start += size
+        return vector
 
     def _write(self, vector: Vector) -> None:
-        flat = torch.from_numpy(vector)
+        live = self._live()
+        flat = torch.from_numpy(vector).to(live[0].device)
+        rounded = flat.round()
         offset = 0
-        for tensor in self._live():
-            part = flat[offset : offset + tensor.numel()].view(tensor.shape)
-            tensor.copy_(part if tensor.is_floating_point() else part.round())
+        for tensor in live:
+            source = flat if tensor.is_floating_point() else rounded
+            tensor.copy_(source[offset : offset + tensor.numel()].view(tensor.shape))
             offset += tensor.numel()
 
 

@@ -21,10 +21,6 @@ from parti.engine.scalar import scalar
 from parti.engine.transforms.direct_gradients import homes_of
 from parti.engine.tree import Add, combine
 
-PIECE_BYTES = 1 << 20
-"""Fits the last cache, which the processes of a host share, with the weights, the optimizer's state
-and the journal of as many elements."""
-
 Made = Sequence[torch.Tensor | None]
 """What backward left on each parameter, in layout order; None where it did not reach."""
 
@@ -363,12 +359,12 @@ def extent(layout: Layout, run: range) -> tuple[int, int]:
 
 
 def cut_pieces(layout: Layout, run: range) -> tuple[range, ...]:
-    """A run of chunks in pieces of about `PIECE_BYTES`."""
+    """A run of chunks in pieces of about the layout's `piece_bytes`."""
     pieces: list[range] = []
     start = run.start
     for i in run:
         low, high = extent(layout, range(start, i + 1))
-        if high - low >= PIECE_BYTES or i == run.stop - 1:
+        if high - low >= layout.piece_bytes or i == run.stop - 1:
             pieces.append(range(start, i + 1))
             start = i + 1
     return tuple(pieces)

@@ -2,8 +2,9 @@
 
 Parameters lie in reverse order of registration, because backward finishes the last layers first
 and a prefix of the block is then ready early. Each starts on a cache line. A *chunk* is a piece of
-one parameter of at most `CHUNK_BYTES`; it is the unit of ownership: which elements an optimizer
-call sees together depends on the layout only, never on how many ranks share the work.
+one parameter of at most `CHUNK_BYTES` (`ACCELERATOR_CHUNK_BYTES` on accelerators); it is the unit
+of ownership: which elements an optimizer call sees together depends on the layout only, never on
+how many ranks share the work.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ import torch
 
 LINE_BYTES = 64
 CHUNK_BYTES = 1 << 20
+ACCELERATOR_CHUNK_BYTES = 1 << 24
+PIECE_BYTES = 1 << 20
+"""Fits the last cache, which the processes of a host share, with the weights, the optimizer's state
+and the journal of as many elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,8 @@ class Layout:
     entries: tuple[Entry, ...]
     chunks: tuple[Chunk, ...]
     num_bytes: int
+    piece_bytes: int
+    """How much is added up and updated at a time."""
 
     def fingerprint(self) -> bytes:
         text = "\n".join(f"{entry} {entry.stride}" for entry in self.entries)
@@ -79,6 +86,9 @@ class Layout:
 
 def lay_out(named: Sequence[tuple[str, torch.Tensor]]) -> Layout:
     """Place the parameters, last registered first."""
+    # On an accelerator what a call costs is what counts, not which cache is warm.
+    is_on_cpu = all(tensor.device.type in ("cpu", "meta") for _, tensor in named)
+    chunk_bytes = CHUNK_BYTES if is_on_cpu else ACCELERATOR_CHUNK_BYTES
     entries: list[Entry] = []
     chunks: list[Chunk] = []
     offset = 0
@@ -88,12 +98,13 @@ def lay_out(named: Sequence[tuple[str, torch.Tensor]]) -> Layout:
             name, tuple(tensor.shape), dense_stride(tensor), tensor.dtype, offset, num_bytes
         )
         chunks += [
-            Chunk(len(entries), low, min(low + CHUNK_BYTES, offset + num_bytes))
-            for low in range(offset, offset + num_bytes, CHUNK_BYTES)
+            Chunk(len(entries), low, min(low + chunk_bytes, offset + num_bytes))
+            for low in range(offset, offset + num_bytes, chunk_bytes)
         ]
         entries.append(entry)
         offset += -(-num_bytes // LINE_BYTES) * LINE_BYTES
-    return Layout(tuple(entries), tuple(chunks), offset)
+    piece_bytes = PIECE_BYTES if is_on_cpu else max(offset, 1)
+    return Layout(tuple(entries), tuple(chunks), offset, piece_bytes)
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -558,7 +558,8 @@ class Replica:
         by_number = {piece.number: piece for piece in wanted.batch.pieces(work.micro_batches)}
         results: list[tuple[int, Weighed]] = []
         reached: list[bool] | None = None
-        self._buffers.begin(work.num_slots)
+        is_only = self._world.size == dealt.num_leaves == 1
+        self._buffers.begin(work.num_slots, is_only=is_only)
         for part in trained:
             part.drop()
             # While the first batch is being checked it may have to be computed once more.

@@ -292,7 +292,7 @@ class Lines:
         self._due = time.perf_counter() + self._every_s
 
     def end(self, end: RunEnd) -> None:
-        words = [f"done: {len(end.history)} of {end.epochs} epochs in {duration(end.elapsed_s)}"]
+        words = [f"done: {end.num_epochs} of {end.epochs} epochs in {duration(end.elapsed_s)}"]
         if end.history.stop_reason:
             words.append(f"stopped: {end.history.stop_reason}")
         if end.elapsed_s > 0:

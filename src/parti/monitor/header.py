@@ -132,6 +132,8 @@ class RunEnd:
     """What a run came to. The times are this rank's."""
 
     history: History
+    num_epochs: int
+    """That this start has been through."""
     epochs: int
     num_steps: int
     num_samples: int
@@ -152,7 +154,7 @@ _PAINT = {
 def summary(end: RunEnd, width: int, *, colors: bool, ascii_only: bool) -> list[str]:
     """The panel that closes a run."""
     inside = min(width, _WIDEST) - 4
-    done = len(end.history)
+    done = end.num_epochs
     title = f"{count(done, 'epoch')} of {end.epochs}" if done < end.epochs else count(done, "epoch")
     title += f" · {count(end.num_steps, 'step')} · {duration(end.elapsed_s)}"
     if end.elapsed_s > 0:
