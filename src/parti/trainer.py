@@ -36,6 +36,7 @@ from parti.callbacks import (
 )
 from parti.data.batches import Batch, Feed
 from parti.data.order import Position
+from parti.engine.feeds import check_checkpoint
 from parti.engine.replica import Admission
 from parti.engine.report import StepReport
 from parti.errors import CheckpointError, ConfigError
@@ -214,6 +215,7 @@ class Trainer:
         phase under way goes on where it is, and those that are over are left out.
         """
         check_name(phase)
+        check_checkpoint(checkpoint)
         if checkpoint is not None or phase is not None:
             self._num_named_fits += 1
             phase = phase or str(self._num_named_fits)

@@ -56,6 +56,7 @@ def test_a_strategy_or_a_model_that_is_none(on_ranks: OnRanks) -> None:
     ("settings", "words"),
     [
         ({"epochs": 0}, "epochs=0; expected a whole number from 1 on"),
+        ({"checkpoint": "saved"}, r"checkpoint=.saved.; expected parti\.Checkpoint\(directory\)"),
         ({"epochs": "3"}, "epochs='3'; expected a whole number from 1 on"),
         ({"epochs": True}, "epochs=True; expected a whole number from 1 on"),
         ({"batch_size": 0}, "batch_size=0; expected a whole number from 1 on"),

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from parti.data.batches import Batch, Feed
 from parti.data.order import Position
+from parti.errors import ConfigError
 
 
 class Kept(Protocol):
@@ -42,6 +43,15 @@ class SavesLoops(Protocol):
     """A value that says where and how often (`parti.Checkpoint`)."""
 
     def loop(self, replica: Any) -> SavedLoop: ...
+
+
+def check_checkpoint(given: object) -> None:
+    """Refuse a directory where a value that says more is expected."""
+    if given is not None and not hasattr(given, "loop"):
+        raise ConfigError(
+            f"checkpoint={given!r}; expected parti.Checkpoint(directory), which also says how "
+            "often one is written (every=) and how many are kept (keep=)."
+        )
 
 
 class NothingSaved:

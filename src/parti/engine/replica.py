@@ -37,6 +37,7 @@ from parti.engine.feeds import (
     NothingSaved,
     SavedLoop,
     SavesLoops,
+    check_checkpoint,
     place_of_caller,
 )
 from parti.engine.forward import Weighed, call, weigh
@@ -176,6 +177,7 @@ class Replica:
         With a `checkpoint`, the states of all models and optimizers are written while the loop
         runs, and a new start of the script goes on from the newest good one, at the very step.
         """
+        check_checkpoint(checkpoint)
         saved = NothingSaved() if checkpoint is None else checkpoint.loop(self)
         feed = self.feed(
             data,
