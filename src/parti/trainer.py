@@ -627,11 +627,12 @@ class Trainer:
         path = Path(path)
 
         def save() -> None:
-            if is_weights(path):
-                with self.averaged():
-                    write_once(self.replica, path, lambda file: write_weights(file, self.model))
-            else:
-                write_once(self.replica, path, lambda file: write_state(file, self._state()))
+            with self.replica.saving():
+                if is_weights(path):
+                    with self.averaged():
+                        write_once(self.replica, path, lambda file: write_weights(file, self.model))
+                else:
+                    write_once(self.replica, path, lambda file: write_state(file, self._state()))
 
         self._standing.once("save", save)
 

@@ -76,6 +76,10 @@ class Gate(Protocol):
         """Where to begin; None where this feed is over already, for a rank that came later."""
         ...
 
+    def reads(self, is_reading: bool) -> None:
+        """The next batch is waited for, or has come."""
+        ...
+
     def between(self, last: Batch) -> None:
         """After a batch, before the next is dealt."""
         ...
@@ -90,6 +94,9 @@ class OpenGate:
 
     def begin(self, start: Position) -> Position | None:
         return start
+
+    def reads(self, is_reading: bool) -> None:
+        return None
 
     def between(self, last: Batch) -> None:
         return None
@@ -199,7 +206,13 @@ class Feed:
             return
         is_through = False
         try:
-            for batch in self._reader.batches(start):
+            batches = self._reader.batches(start)
+            while True:
+                self._gate.reads(True)
+                batch = next(batches, None)
+                self._gate.reads(False)
+                if batch is None:
+                    break
                 yield batch
                 self._gate.between(batch)
             is_through = True

@@ -13,8 +13,8 @@ import operator
 import os
 import struct
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -548,6 +548,15 @@ class Replica:
         """Give some bytes, get everyone's, in rank order."""
         return self.attempt(lambda: self._world.exchange(payload))
 
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """While files are written, which may take long without anything being wrong."""
+        self._report(Phase.SAVE)
+        try:
+            yield
+        finally:
+            self._report(Phase.USER)
+
     def _report(self, phase: Phase) -> None:
         self._world.neighbours.report(phase, self.step_number)
 
@@ -688,6 +697,9 @@ class Admission:
     def begin(self, start: Position) -> Position | None:
         return self.replica._began(start)
 
+    def reads(self, is_reading: bool) -> None:
+        self.replica._report(Phase.DATA if is_reading else Phase.USER)
+
     def between(self, last: Batch) -> None:
         self.replica.admit()
 
@@ -709,6 +721,9 @@ class _Gate:
         if position is not None:
             position = self.saved.begin(position)
         return None if position is None else self.replica._began(position)
+
+    def reads(self, is_reading: bool) -> None:
+        self.replica._report(Phase.DATA if is_reading else Phase.USER)
 
     def between(self, last: Batch) -> None:
         if self.replica._feeds.between(self.place, last.after, self.replica.step_number):
