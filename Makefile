@@ -23,6 +23,7 @@ check: $(STAMP)
 
 chaos: $(STAMP)
 	$(RUN) tests/fault/chaos.py
+	if [ "$$(id -u)" = 0 ]; then $(RUN) -m tests.fault.host_chaos; fi
 
 bench: $(STAMP)
 	$(RUN) benchmarks/data_parallel.py

@@ -7,9 +7,7 @@ import shutil
 import socket
 import subprocess
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,14 +50,18 @@ def _call(*command: str) -> None:
 
 
 @contextlib.contextmanager
-def serve_etcd(program: Path, directory: Path) -> Iterator[Etcd]:
-    """One member on 127.0.0.1, killed at the end."""
+def serve_etcd(
+    program: Path, directory: Path, *, host: str = "127.0.0.1", within: Sequence[str] = ()
+) -> Iterator[Etcd]:
+    """One member, killed at the end. `within` is put before its command, as to run it in a network
+    of its own where `host` is its address."""
     for attempt in range(3):  # a port may be taken between its choice and its use
         port, peer_port = _free_ports(2)
         log = directory / f"etcd-{attempt}.log"
-        process = _start(program, directory / f"data-{attempt}", log, port, peer_port)
+        data = directory / f"data-{attempt}"
+        process = _start([*within, str(program)], data, log, host, port, peer_port)
         try:
-            if _has_started(process, port):
+            if _has_started(process, log):
                 yield Etcd(port, process.pid)
                 return
         finally:
@@ -69,9 +71,9 @@ def serve_etcd(program: Path, directory: Path) -> Iterator[Etcd]:
 
 
 def _start(
-    program: Path, data: Path, log: Path, port: int, peer_port: int
+    program: Sequence[str], data: Path, log: Path, host: str, port: int, peer_port: int
 ) -> subprocess.Popen[bytes]:
-    client, peer = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peer_port}"
+    client, peer = f"http://{host}:{port}", f"http://{host}:{peer_port}"
     options = {
         "name": "n",
         "data-dir": data,
@@ -85,19 +87,17 @@ def _start(
     }
     with log.open("wb") as output:
         return subprocess.Popen(
-            [program, *(f"--{name}={value}" for name, value in options.items())],
+            [*program, *(f"--{name}={value}" for name, value in options.items())],
             stdout=output,
             stderr=output,
         )
 
 
-def _has_started(process: subprocess.Popen[bytes], port: int) -> bool:
+def _has_started(process: subprocess.Popen[bytes], log: Path) -> bool:
     deadline_s = time.monotonic() + START_S
     while time.monotonic() < deadline_s and process.poll() is None:
-        with contextlib.suppress(OSError, urllib.error.URLError):
-            body = urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1).read()
-            if b'"true"' in body:
-                return True
+        if b"ready to serve" in log.read_bytes():
+            return True
         time.sleep(0.02)
     return False
 

@@ -35,6 +35,9 @@ class PlanInfeasible(ConfigError):
 class CommError(PartiError, RuntimeError):
     """Communication between ranks failed."""
 
+    ranks: tuple[int, ...] = ()
+    """Who is to blame, as far as it is known."""
+
 
 class PeerLost(CommError):
     """A rank that others wait for is gone."""

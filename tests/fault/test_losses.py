@@ -64,6 +64,14 @@ def test_a_frozen_process_is_found_shown_and_replaced(
     assert ("was stopped (SIGSTOP)" in ended.output) == (deed == "stop"), ended.output
 
 
+def test_slow_data_is_no_fault(jobs: Jobs, undisturbed: Undisturbed) -> None:
+    script = FaultScript().delay(3.0, rank=1, step=40, at="data")
+    ended = jobs.run(2, 2, faults=script, PATIENCE="1")
+    assert ended.exit_code == 0, ended.output
+    assert set(ended.found) == {0, 1}, ended.output
+    assert set(ended.found.values()) == {undisturbed(2)}
+
+
 def test_a_spare_takes_the_place(jobs: Jobs, undisturbed: Undisturbed) -> None:
     script = FaultScript().kill(rank=1, step=60, at="backward")
     ended = jobs.run(2, EPOCHS, faults=script, options=("--spares", "1"))

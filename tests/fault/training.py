@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -18,12 +19,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import parti
+from parti.callbacks import StepEnd
 from parti.testing import fingerprint
 
 BATCH_SIZE = 48
 
 
-def make(strategy: parti.MirroredStrategy) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make(strategy: parti.MultiWorkerMirroredStrategy) -> tuple[nn.Module, torch.optim.Optimizer]:
     with strategy.scope():
         model = nn.Sequential(
             nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
@@ -47,14 +49,41 @@ class StopWhenTold:
         return parti.Stop("told to") if self._file.exists() else None
 
 
-def by_trainer(strategy: parti.MirroredStrategy, epochs: int) -> list[str]:
+class Paced:
+    """Rests after each step until a file is there: time for what is to happen meanwhile."""
+
+    def __init__(self, file: str, rest_s: float) -> None:
+        self._file = Path(file)
+        self._rest_s = rest_s
+
+    def on_step_end(self, event: object) -> None:
+        if self._rest_s and not self._file.exists():
+            time.sleep(self._rest_s)
+
+
+class Breaks:
+    """Raises in process 1 after a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, event: StepEnd) -> None:
+        if event.report.step == self._step and os.environ["PARTI_MEMBER"] == "1":
+            raise KeyError("typo")
+
+
+def by_trainer(strategy: parti.MultiWorkerMirroredStrategy, epochs: int) -> list[str]:
     model, optimizer = make(strategy)
     trainer = parti.Trainer(
         strategy, model, optimizer, nn.CrossEntropyLoss(),
         metrics={"accuracy": parti.Accuracy()},
         scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50),
         average=parti.EMA(0.99), clip_norm=1.0,
-        callbacks=[StopWhenTold(os.environ.get("STOP_FILE", "/nowhere"))],
+        callbacks=[
+            StopWhenTold(os.environ.get("STOP_FILE", "/nowhere")),
+            Paced(os.environ.get("HURRY_FILE", "/nowhere"), float(os.environ.get("REST_S", "0"))),
+            Breaks(int(os.environ.get("BREAK_AT", "-1"))),
+        ],
     )  # fmt: skip
     train, test = parti.datasets.digits()
     before = trainer.evaluate(test)
@@ -72,7 +101,7 @@ def by_trainer(strategy: parti.MirroredStrategy, epochs: int) -> list[str]:
     return [epochs_done, fingerprint(model, optimizer), repr(before), repr(after), rows, steps]
 
 
-def by_loop(strategy: parti.MirroredStrategy, epochs: int) -> list[str]:
+def by_loop(strategy: parti.MultiWorkerMirroredStrategy, epochs: int) -> list[str]:
     model, optimizer = make(strategy)
     replica = strategy.bind(model, optimizer)
     train, test = parti.datasets.digits()
@@ -94,7 +123,10 @@ def by_loop(strategy: parti.MirroredStrategy, epochs: int) -> list[str]:
 
 def main(epochs: str, out: str, how: str = "trainer") -> None:
     patience_s = float(os.environ.get("PATIENCE", "20"))
-    strategy = parti.MirroredStrategy(threads=1, patience_s=patience_s)
+    if os.environ.get("CANNOT_START"):
+        raise ImportError("this host lacks something")
+    # It trains on one host just as well.
+    strategy = parti.MultiWorkerMirroredStrategy(threads=1, patience_s=patience_s)
     found = {"trainer": by_trainer, "loop": by_loop}[how](strategy, int(epochs))
     Path(f"{out}.{os.environ['PARTI_MEMBER']}").write_text("\n".join(found))
 

@@ -44,7 +44,12 @@ def given(variables: Variables) -> tuple[str, str] | None:
     address = url.removeprefix("tcp://")
     if address != url and is_address(address):
         return url, "PARTI_RENDEZVOUS"
-    raise variables.wrong("PARTI_RENDEZVOUS", "tcp://host:port, or file:///directory on one host")
+    if url.startswith("etcd://"):
+        return url, "PARTI_RENDEZVOUS"  # who connects checks the rest
+    raise variables.wrong(
+        "PARTI_RENDEZVOUS",
+        "tcp://host:port, etcd://host:port/prefix, or file:///directory on one host",
+    )
 
 
 def meeting_place(

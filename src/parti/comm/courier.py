@@ -44,12 +44,22 @@ _NAP_S = 0.001
 
 
 class Courier:
-    def __init__(self, *, rank: int, links: Sequence[Link], patience_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        links: Sequence[Link],
+        patience_s: float,
+        silence_s: float | None = None,
+    ) -> None:
+        """`silence_s`: after so long without a sign of life a rank counts as lost."""
         self._rank = rank
         self._links = tuple(links)
         self._controls = {link.peer: link for link in links if link.lane == CONTROL}
         self._patience_s = patience_s
-        self._interval_s = min(patience_s / 4, _MAX_INTERVAL_S)
+        self._silence_s = patience_s if silence_s is None else silence_s
+        self._silence = CommTimeout if silence_s is None else PeerLost
+        self._interval_s = min(self._silence_s / 4, _MAX_INTERVAL_S)
         # Guards the next four. Reentrant: the garbage collector may call `close` at any point.
         self._lock = threading.RLock()
         self._pending: set[Operation] = set()
@@ -134,13 +144,20 @@ class Courier:
             assert self._failure is not None
             raise self._failure.error(self._rank, operation, time.monotonic() - started_s)
 
-    def fail(self, kind: type[CommError], fact: str, *, is_told: bool = True) -> bool:
+    def fail(
+        self,
+        kind: type[CommError],
+        fact: str,
+        *,
+        is_told: bool = True,
+        ranks: Iterable[int] = (),
+    ) -> bool:
         """End every operation, now and from now on. Whether it was the first to: the others' words
         are not heard any more."""
         with self._lock:
             if self._failure is not None:
                 return False
-            self._failure = Failure(kind=kind, fact=fact, is_told=is_told)
+            self._failure = Failure(kind=kind, fact=fact, is_told=is_told, ranks=tuple(ranks))
             for operation in self._pending:
                 operation.gate.release()
             self._pending.clear()
@@ -187,7 +204,7 @@ class Courier:
         limit_s = _SILENT_INTERVALS * self._interval_s
         silent = {peer: age_s for peer, age_s in ages_s.items() if age_s > limit_s}
         if silent:
-            self.fail(CommTimeout, describe_silent(silent))
+            self.fail(self._silence, describe_silent(silent), ranks=silent)
         elif ages_s:
             self.fail(CommTimeout, describe_late(operation, ages_s, self._patience_s))
 
@@ -321,9 +338,11 @@ class Courier:
         if lost and self._failure is None:
             late = [peer for peer, error in lost.items() if isinstance(error, TimeoutError)]
             if late:
-                self.fail(CommTimeout, describe_silent(self._ages_s(late, time.monotonic())))
+                ages_s = self._ages_s(late, time.monotonic())
+                self.fail(self._silence, describe_silent(ages_s), ranks=late)
             else:
-                self.fail(PeerLost, describe_lost({p: _reason(e) for p, e in lost.items()}))
+                reasons = {peer: _reason(error) for peer, error in lost.items()}
+                self.fail(PeerLost, describe_lost(reasons), ranks=lost)
         for peer, (kind, fact) in self._notices.items():
             # Everyone hears it from the rank that gave up, so it is not told again.
             self.fail(kind, f"{name_ranks([peer])} gave up: {fact}", is_told=False)
@@ -343,9 +362,9 @@ class Courier:
         with self._lock:
             missing = {peer for operation in self._pending for peer in operation.missing}
         ages_s = self._ages_s(missing, now)
-        silent = {peer: age_s for peer, age_s in ages_s.items() if age_s > self._patience_s}
+        silent = {peer: age_s for peer, age_s in ages_s.items() if age_s > self._silence_s}
         if silent:
-            self.fail(CommTimeout, describe_silent(silent))
+            self.fail(self._silence, describe_silent(silent), ranks=silent)
 
     def _give_up(self, failure: Failure) -> None:
         """Tell the others why, and leave the memory of operations alone from now on."""

@@ -8,14 +8,17 @@ are links; when all are made the listener is closed, so no stranger can come lat
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import math
+import os
 import secrets
+import select
 import selectors
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 from parti.comm.hosts import own_address
@@ -28,20 +31,33 @@ _HELLO = struct.Struct("<8s16sii")
 _MAGIC = b"parti/1\n"
 _TOKEN_BYTES = 16
 _SPARE_BACKLOG = 16
+_LOOK_S = 0.05
 
 Wanted: TypeAlias = tuple[int, int]
 """A peer and a lane, or CONTROL in its place."""
 
 
-def join(*, rank: int, wanted: Sequence[Wanted], meet: Meeting, patience_s: float) -> list[Link]:
-    """Connect to everyone who is wanted. Every rank calls it, wanting those who want it."""
-    with _Hall(rank, patience_s, len(wanted)) as hall:
+def join(
+    *,
+    rank: int,
+    wanted: Sequence[Wanted],
+    meet: Meeting,
+    patience_s: float,
+    check: Callable[[], None] | None = None,
+) -> list[Link]:
+    """Connect to everyone who is wanted. Every rank calls it, wanting those who want it. `check`
+    is called again and again; it raises where there is nobody to wait for any more."""
+    with _Hall(rank, patience_s, len(wanted), check or _go_on) as hall:
         hall.meet(meet)
         for peer, lane in wanted:
             if peer > rank:
                 hall.connect(peer, lane)
         hall.gather(wanted)
         return hall.links()
+
+
+def _go_on() -> None:
+    return None
 
 
 class _Newcomer:
@@ -68,9 +84,12 @@ class _Newcomer:
 class _Hall:
     """The listener, those who came, and those who are known."""
 
-    def __init__(self, rank: int, patience_s: float, num_wanted: int) -> None:
+    def __init__(
+        self, rank: int, patience_s: float, num_wanted: int, check: Callable[[], None]
+    ) -> None:
         self._rank = rank
         self._patience_s = patience_s
+        self._check = check
         self._deadline_s = time.monotonic() + patience_s
         self._host = own_address()
         self._listener = socket.create_server((self._host, 0), backlog=num_wanted + _SPARE_BACKLOG)
@@ -102,31 +121,58 @@ class _Hall:
         """Waits for the peer's system only: it accepts before the peer itself does."""
         host, _, port = self._addresses[peer].rpartition(":")
         try:
-            connection = socket.create_connection((host, int(port)), timeout=self._left_s())
+            connection = self._reach(host, int(port))
             connection.sendall(self._hello(lane))
-            connection.setblocking(False)
         except TimeoutError as error:
             raise self._late([peer], str(error)) from error
         except ConnectionError as error:
-            raise PeerLost(
-                f"rank {self._rank} cannot reach rank {peer} at {host}:{port} "
-                f"({describe(error)}): it ended while the job was starting."
+            raise _blaming(
+                PeerLost(
+                    f"rank {self._rank} cannot reach rank {peer} at {host}:{port} "
+                    f"({describe(error)}): it ended while the job was starting."
+                ),
+                [peer],
             ) from error
         except OSError as error:
-            raise CommError(
-                f"rank {self._rank} cannot reach rank {peer} at {host}:{port} "
-                f"({describe(error)}). The hosts of a job must reach one another on all ports."
+            raise _blaming(
+                CommError(
+                    f"rank {self._rank} cannot reach rank {peer} at {host}:{port} "
+                    f"({describe(error)}). The hosts of a job must reach one another on all ports."
+                ),
+                [peer],
             ) from error
         newcomer = _Newcomer(connection, (peer, lane))
         self._newcomers.add(newcomer)
         self._selector.register(connection, selectors.EVENT_READ, newcomer)
+
+    def _reach(self, host: str, port: int) -> socket.socket:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
+        with contextlib.ExitStack() as on_failure:
+            connection = socket.socket(family, kind, protocol)
+            on_failure.callback(connection.close)
+            connection.setblocking(False)
+            code = connection.connect_ex(address)
+            while code == errno.EINPROGRESS:
+                if select.select([], [connection], [], min(_LOOK_S, self._left_s()))[1]:
+                    code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                elif time.monotonic() > self._deadline_s:
+                    raise TimeoutError("no answer")
+                else:
+                    self._check()
+            if code:
+                raise OSError(code, os.strerror(code))
+            on_failure.pop_all()
+        return connection
 
     def gather(self, wanted: Sequence[Wanted]) -> None:
         """Hear every hello; answer those who came to us."""
         missing = set(wanted)
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         while missing:
-            ready = self._selector.select(self._left_s())
+            ready = self._selector.select(min(_LOOK_S, self._left_s()))
+            self._check()
             for key, _ in ready:
                 if key.data is None:
                     self._accept()
@@ -164,9 +210,12 @@ class _Hall:
                 newcomer.connection.sendall(self._hello(name[1]))
         except OSError as error:
             if newcomer.expected is not None:
-                raise PeerLost(
-                    f"rank {self._rank}: rank {newcomer.expected[0]} ended while the job was "
-                    f"starting ({describe(error)})."
+                raise _blaming(
+                    PeerLost(
+                        f"rank {self._rank}: rank {newcomer.expected[0]} ended while the job was "
+                        f"starting ({describe(error)})."
+                    ),
+                    [newcomer.expected[0]],
                 ) from error
             name = None
         self._selector.unregister(newcomer.connection)
@@ -189,12 +238,21 @@ class _Hall:
     def _left_s(self) -> float:
         return max(self._deadline_s - time.monotonic(), 0.001)
 
-    def _late(self, peers: list[int], reason: str) -> CommTimeout:
-        return CommTimeout(
-            f"rank {self._rank} waited {self._patience_s:g} s at the start for a connection with "
-            f"{name_ranks(peers)} ({reason}). The hosts of a job must reach one another on all "
-            f"ports; this one listens at {self._host}. Raise `patience_s` if they are only slow."
+    def _late(self, peers: list[int], reason: str) -> CommError:
+        return _blaming(
+            CommTimeout(
+                f"rank {self._rank} waited {self._patience_s:g} s at the start for a connection "
+                f"with {name_ranks(peers)} ({reason}). The hosts of a job must reach one another "
+                f"on all ports; this one listens at {self._host}. Raise `patience_s` if they are "
+                "only slow."
+            ),
+            peers,
         )
+
+
+def _blaming(error: CommError, peers: list[int]) -> CommError:
+    error.ranks = tuple(peers)
+    return error
 
 
 def _configure(connection: socket.socket, patience_s: float, lane: int) -> None:

@@ -67,6 +67,12 @@ class Memory:
         hall.letters.pop(number - 2, None)
         return tuple(letters)
 
+    def check(self) -> None:
+        return None  # a thread that waits holds no baton, so nobody waits in another way
+
+    def abandon(self) -> None:
+        self._hall.leave(self.index)
+
     def allocate(self, num_bytes: int) -> Region:
         hall = self._hall
         number = hall.arrived[self.index]
@@ -194,6 +200,9 @@ class ThreadSuccession:
 
     def next(self, after: World, because: CommError | None) -> World:
         return self._threads.next(self._member)
+
+    def form(self, after: World, because: PeerLost) -> None:
+        raise because
 
     def join(self, after: World) -> World:
         raise AssertionError("threads are there from the beginning")

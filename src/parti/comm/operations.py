@@ -46,16 +46,20 @@ class Failure:
     fact: str
     is_told: bool
     """Whether the other ranks shall hear of it from this one."""
+    ranks: tuple[int, ...] = ()
+    """Who is to blame, as far as this rank knows by itself."""
 
     def error(self, rank: int, operation: Operation, waited_s: float | None) -> CommError:
         """What one operation raises. None: it was not begun."""
         if waited_s is None:
-            return self.kind(f"rank {rank}: {operation.name} cannot begin: {self.fact}")
-        missing = operation.missing
-        whom = f" for {name_ranks(missing)}" if missing else ""
-        return self.kind(
-            f"rank {rank}: {operation.name} waited {waited_s:.1f} s{whom}: {self.fact}"
-        )
+            text = f"rank {rank}: {operation.name} cannot begin: {self.fact}"
+        else:
+            missing = operation.missing
+            whom = f" for {name_ranks(missing)}" if missing else ""
+            text = f"rank {rank}: {operation.name} waited {waited_s:.1f} s{whom}: {self.fact}"
+        error = self.kind(text)
+        error.ranks = self.ranks
+        return error
 
 
 def describe_lost(reasons: Mapping[int, str]) -> str:

@@ -57,6 +57,14 @@ class Neighbours(Protocol):
         """Leave a word on what I am doing, for whoever may wait for me."""
         ...
 
+    def check(self) -> None:
+        """For who waits for a neighbour in its own way: PeerLost if one is gone or has given up."""
+        ...
+
+    def abandon(self) -> None:
+        """I come to no exchange of this neighbourhood any more; whoever waits for me is told."""
+        ...
+
 
 class Transfer(Protocol):
     """An operation under way between hosts."""
@@ -65,7 +73,7 @@ class Transfer(Protocol):
 
 
 class Across(Protocol):
-    """Between neighbourhoods: a process group over all ranks, and lanes of one rank a host."""
+    """Between neighbourhoods: connections of all ranks, and lanes of one rank a host."""
 
     @property
     def kind(self) -> str: ...
@@ -102,4 +110,12 @@ class Across(Protocol):
 
     def gather_parts(self, lane: int, whole: torch.Tensor, part: torch.Tensor) -> Transfer:
         """Every member's equal part, one after the other, into `whole` on every member."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """Have every operation fail, here and on the other ranks. From any thread, at once."""
+        ...
+
+    def close(self) -> None:
+        """Let go of connections and memory."""
         ...

@@ -51,6 +51,20 @@ def meeting_in(store: KeyValue, rank: int, size: int, patience_s: float) -> Meet
     return meet
 
 
+class Shelf:
+    """Keys of one kind in a store that holds others as well."""
+
+    def __init__(self, store: KeyValue, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(self._prefix + key, value)
+
+    def get(self, key: str, deadline_s: float) -> bytes:
+        return self._store.get(self._prefix + key, deadline_s)
+
+
 class Directory:
     """A store of one host: a file for each key, written whole or not at all."""
 

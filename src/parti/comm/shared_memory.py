@@ -30,7 +30,7 @@ _MAILBOX_BYTES = 256 * 1024
 _FRAME_HEADER_BYTES = 8
 _BLOCK_BYTES = _WORDS_BYTES + 2 * _MAILBOX_BYTES
 # Words of the control block, each on a cache line of its own where two ranks touch it at once.
-_ARRIVED, _PHASE, _STEP, _SINCE_NS = 0, 8, 9, 10
+_ARRIVED, _PHASE, _STEP, _SINCE_NS, _HAS_LEFT = 0, 8, 9, 10, 11
 
 _YIELDS_WITH_A_CORE_EACH = 4000
 _YIELDS_WHEN_CROWDED = 40
@@ -137,6 +137,18 @@ class SharedMemory:
         self._mine[_STEP] = step
         self._mine[_SINCE_NS] = time.monotonic_ns()
 
+    def check(self) -> None:
+        gone = [i for i in self._others if self._is_gone(i)]
+        if gone:
+            names = ", ".join(str(self.ranks[i]) for i in gone)
+            raise PeerLost(f"rank {self._rank}: rank {names} is gone, or has given up.")
+
+    def abandon(self) -> None:
+        self._mine[_HAS_LEFT] = 1
+
+    def _is_gone(self, i: int) -> bool:
+        return bool(self._words[i][_HAS_LEFT]) or not self._life.is_alive(self._pids[i])
+
     def exchange(self, payload: bytes) -> tuple[bytes, ...]:
         size = len(payload)
         room = _MAILBOX_BYTES - _FRAME_HEADER_BYTES
@@ -212,7 +224,7 @@ class SharedMemory:
             time.sleep(_NAP_S)
 
     def _look(self, target: int, missing: list[int], waited_s: float) -> None:
-        dead = [i for i in missing if not self._life.is_alive(self._pids[i])]
+        dead = [i for i in missing if self._is_gone(i)]
         # A peer may have arrived and ended between the two looks.
         dead = [i for i in dead if self._words[i][_ARRIVED] < target]
         if not dead and waited_s < self._patience_s:

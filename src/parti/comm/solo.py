@@ -39,3 +39,9 @@ class Solo:
 
     def report(self, phase: Phase, step: int) -> None:
         return None
+
+    def check(self) -> None:
+        return None
+
+    def abandon(self) -> None:
+        return None

@@ -10,7 +10,7 @@ Owns what the operations are; how bytes move is the courier's.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -28,9 +28,18 @@ class Tcp:
     kind = "TCP"
 
     def __init__(
-        self, *, rank: int, groups: Sequence[Sequence[int]], meet: Meeting, patience_s: float
+        self,
+        *,
+        rank: int,
+        groups: Sequence[Sequence[int]],
+        meet: Meeting,
+        patience_s: float,
+        silence_s: float | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
-        """`groups[h]` are the ranks of host h, ascending. `meet` is used once."""
+        """`groups[h]` are the ranks of host h, ascending. `meet` is used once. `silence_s`: after
+        so long without a sign of life a rank counts as lost. `check` is called while others are
+        waited for here, and raises where they will not come."""
         self._rank = rank
         self._size = sum(len(group) for group in groups)
         self.hosts = tuple(tuple(group) for group in groups)
@@ -40,10 +49,12 @@ class Tcp:
         for lane, members in enumerate(self.lanes):
             wanted += [(peer, lane) for peer in members if rank in members]
         wanted = [(peer, lane) for peer, lane in wanted if peer != rank]
-        links = join(rank=rank, wanted=wanted, meet=meet, patience_s=patience_s)
+        links = join(
+            rank=rank, wanted=wanted, meet=meet, patience_s=silence_s or patience_s, check=check
+        )
         self._links = {(link.lane, link.peer): link for link in links}
         self._num_begun = [0] * len(self.lanes)
-        self._courier = Courier(rank=rank, links=links, patience_s=patience_s)
+        self._courier = Courier(rank=rank, links=links, patience_s=patience_s, silence_s=silence_s)
         # Also at the end of the script: a rank that just vanishes is taken for a killed one.
         self._finalizer = weakref.finalize(self, self._courier.close)
 

@@ -6,24 +6,26 @@ TCP connections between hosts and wherever memory cannot be shared, a process gr
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from parti.comm.ledger import Ledger
 from parti.comm.process_group import ProcessGroup
 from parti.comm.protocol import Across, Neighbours
 from parti.comm.rendezvous import Meeting
 from parti.comm.shared_memory import SharedMemory
 from parti.comm.solo import Solo
 from parti.comm.tcp import Tcp
-from parti.errors import CommError
+from parti.errors import CommError, PeerLost
 
 
 class Succession(Protocol):
@@ -37,6 +39,10 @@ class Succession(Protocol):
     def next(self, after: World, because: CommError | None) -> World:
         """Wait for a newer world with this process in it, and connect to its ranks. Called by all
         who live; raises `because` where a lost rank is the end of the job."""
+        ...
+
+    def form(self, after: World, because: PeerLost) -> None:
+        """Connect to the ranks of that world, and compare notes; `next` will give it."""
         ...
 
     def join(self, after: World) -> World:
@@ -63,6 +69,9 @@ class OnlyWorld:
 
     def next(self, after: World, because: CommError | None) -> World:
         raise because or CommError("there is no newer world to go to.")
+
+    def form(self, after: World, because: PeerLost) -> None:
+        raise because
 
     def join(self, after: World) -> World:
         return after
@@ -92,7 +101,10 @@ class World:
     """Who the ranks are: a number for each process that is never given to another."""
     newcomers: tuple[int, ...] = ()
     """Those of the members who have to be given the state of the training."""
+    is_paused: bool = False
+    """Too few hosts are there: its ranks stand still between two steps until the next world."""
     succession: Succession = field(default_factory=OnlyWorld, repr=False, compare=False)
+    ledger: Ledger = field(default_factory=Ledger, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.members) != self.size:
@@ -112,9 +124,29 @@ class World:
 
     def exchange(self, payload: bytes) -> tuple[bytes, ...]:
         """Give mine, get everyone's, in rank order. Also a barrier."""
+        return self._exchange(payload, commits=False)
+
+    def commit(self) -> None:
+        """Wait until all ranks have come so far that the step can be finished without any one of
+        them. Within one host an exchange has that effect; the others need one of its own."""
         if self.across is not None:
-            return self.across.exchange(payload)
-        return self.neighbours.exchange(payload)
+            self._exchange(b"", commits=True)
+
+    def _exchange(self, payload: bytes, *, commits: bool) -> tuple[bytes, ...]:
+        if self.across is None:
+            return self.neighbours.exchange(payload)
+        return self.ledger.exchange(
+            self.across,
+            payload,
+            commits=commits,
+            go_on=functools.partial(self.succession.form, self),
+        )
+
+    def compare_notes(self) -> None:
+        """Let those who missed the last exchange of the world before have it."""
+        through = self.neighbours if self.across is None else self.across
+        is_new = tuple(member in self.newcomers for member in self.members)
+        self.ledger.compare(through, is_new, self.rank)
 
     def copy_from_first(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give every rank the values that rank 0 holds, if they differ anywhere."""
@@ -132,9 +164,19 @@ class World:
 
 
 def connect(
-    *, rank: int, size: int, meet: Meeting, device: torch.device, patience_s: float, num_cores: int
+    *,
+    rank: int,
+    size: int,
+    meet: Meeting,
+    device: torch.device,
+    patience_s: float,
+    num_cores: int,
+    silence_s: float | None = None,
+    check: Callable[[], None] | None = None,
 ) -> World:
-    """Find out who shares memory with whom, and join them."""
+    """Find out who shares memory with whom, and join them. `silence_s`: after so long without a
+    sign of life a rank on another host counts as lost. `check` is called while ranks of other
+    hosts are waited for, and raises where they will not come."""
     if size == 1:
         return World(0, 1, Solo(0, device))
     hosts = meet("host", host_identity(device, rank).encode())
@@ -161,7 +203,14 @@ def connect(
     groups = [[r for r in range(size) if hosts[r] == host] for host in order]
     across: Across
     if device.type == "cpu":
-        across = Tcp(rank=rank, groups=groups, meet=meet, patience_s=patience_s)
+        across = Tcp(
+            rank=rank,
+            groups=groups,
+            meet=meet,
+            patience_s=patience_s,
+            silence_s=silence_s,
+            check=check,
+        )
     else:
         across = ProcessGroup(
             rank=rank, groups=groups, meet=meet, device=device, patience_s=patience_s

@@ -44,6 +44,7 @@ def check(run: Run) -> list[str]:
         }
         for generation in sorted({g for chain in chains.values() for g in chain.stretches}):
             _Generation(run, replica, generation, chains, found).check()
+        _check_generations(chains, found)
         for chain in chains.values():
             for record in chain.joins:
                 _check_join(run, record, chain, chains, found)
@@ -84,6 +85,8 @@ class _Chain:
     name: str
     stretches: dict[int, _Stretch] = field(default_factory=dict)
     joins: list[Record] = field(default_factory=list)
+    returns: list[Record] = field(default_factory=list)
+    """Where a loop was begun at a step that had been taken before."""
 
     def commits(self, generation: int) -> Iterator[Record]:
         stretch = self.stretches.get(generation)
@@ -123,6 +126,8 @@ def _follow(book: Book, replica: int, found: _Findings, name: str) -> _Chain:
         if record.kind == BEGAN:
             starts.add(record.step)
             places[record.place] += 1
+            if following is not None and record.step < following:
+                chain.returns.append(record)
             following = record.step if following is None else following
         elif record.kind == JOINED:
             chain.joins.append(record)
@@ -355,6 +360,27 @@ def _size(record: Record) -> int:
     return (record.end - record.first) * size + larger
 
 
+def _check_generations(chains: Mapping[int, _Chain], found: _Findings) -> None:
+    """Over all books: a step is committed in one generation, unless the training has gone back."""
+    returns = [record for chain in chains.values() for record in chain.returns]
+    first: dict[int, tuple[int, int]] = {}
+    told: set[tuple[int, int]] = set()
+    for member, chain in chains.items():
+        for generation in chain.stretches:
+            for record in chain.commits(generation):
+                before, other = first.setdefault(record.step, (generation, member))
+                low, high = min(before, generation), max(before, generation)
+                has_returned = any(
+                    each.step <= record.step and low <= each.generation <= high for each in returns
+                )
+                if low < high and not has_returned and (before, generation) not in told:
+                    told.add((before, generation))
+                    found.add(
+                        f"step {record.step} was committed in generation {before} by process "
+                        f"{other}, and in generation {generation} by process {member}"
+                    )
+
+
 def _check_join(
     run: Run, record: Record, chain: _Chain, chains: Mapping[int, _Chain], found: _Findings
 ) -> None:
@@ -372,6 +398,13 @@ def _check_join(
     following = None if there is None else there.following(generation)
     if following is not None and following != record.step:
         found.add(f"{words} by process {giver}, which was at step {following}")
+    for member in world.members:
+        other = chains.get(member)
+        if other is None or member in world.joining or member == giver:
+            continue
+        ahead = other.following(generation)
+        if ahead is not None and ahead > record.step:
+            found.add(f"{words}, when process {member} was at step {ahead}")
 
 
 def _processes(members: Sequence[int]) -> str:

@@ -15,6 +15,9 @@ from pathlib import Path
 
 from parti.doctor.book import Book, read_book
 
+_OF_HOST = ("started", "seen", "lost")
+_OF_ALL = (*_OF_HOST, "called", "settled")
+"""Where hosts come and go, none of them has seen all worlds."""
 STOPPED_CODE = 75
 """With which a run ends that is to be resumed."""
 
@@ -114,8 +117,11 @@ class Run:
 
     @property
     def lost(self) -> frozenset[int]:
-        """Processes that have ended and not as they should."""
-        return frozenset(event.number("member") for event in self.of("lost"))
+        """Processes that have ended and not as they should, or went with their host."""
+        worlds = self.worlds
+        newest = worlds[max(worlds)].members if worlds else ()
+        called = {member for world in worlds.values() for member in world.members}
+        return frozenset(event.number("member") for event in self.of("lost")) | (called - {*newest})
 
     @property
     def timed_books(self) -> list[Book]:
@@ -145,7 +151,11 @@ def read_run(directory: Path) -> Run:
     path = directory / "events.jsonl"
     began, events = _last_job(_events(path))
     if began is not None and _num_hosts(facts) > 1:
-        events = [_by_rank(event) for event in [*events, *_elsewhere(directory, began)]]
+        if facts.get("elastic") is True:
+            events = _merged([*events, *_elsewhere(directory, began, _OF_ALL)])
+        else:
+            elsewhere = _elsewhere(directory, began, _OF_HOST)
+            events = [_by_rank(event) for event in [*events, *elsewhere]]
         events.sort(key=lambda event: event.at_s)
     job = None if began is None else began.text("job")
     return Run(
@@ -196,7 +206,7 @@ def _last_job(lines: list[Event]) -> tuple[Event | None, list[Event]]:
     return (lines[starts[-1]], lines[starts[-1] + 1 :]) if starts else (None, lines)
 
 
-def _elsewhere(directory: Path, began: Event) -> Iterator[Event]:
+def _elsewhere(directory: Path, began: Event, kinds: Sequence[str]) -> Iterator[Event]:
     """What the supervisors of other hosts tell of the same job, by the clock of the first."""
     for path in directory.glob("events-node*.jsonl"):
         there, events = _last_job(_events(path))
@@ -204,9 +214,22 @@ def _elsewhere(directory: Path, began: Event) -> Iterator[Event]:
             continue
         later_s = (there.seconds("time") or 0.0) - (began.seconds("time") or 0.0)
         for event in events:
-            if event.kind in ("started", "seen", "lost"):
+            if event.kind in kinds:
                 content = {**event.content, "host": there.text("host")}
                 yield Event(event.kind, event.at_s + later_s, content)
+
+
+def _merged(events: Sequence[Event]) -> list[Event]:
+    """Worlds that several supervisors tell of, once. One that was gone, or late, knows only some of
+    them."""
+    found: list[Event] = []
+    told: set[tuple[str, int]] = set()
+    for event in sorted(events, key=lambda event: event.at_s):
+        about = (event.kind, event.number("generation"))
+        if event.kind not in ("called", "settled") or about not in told:
+            found.append(event)
+        told.add(about)
+    return found
 
 
 def _by_rank(event: Event) -> Event:

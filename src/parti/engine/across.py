@@ -83,6 +83,7 @@ class AcrossGradients:
         self._steps = 0
         self._puts_left = 0
         self._streamed: list[bool] = []
+        self._sender: threading.Thread | None = None
         self._program = lru_cache(maxsize=64)(self._write_program)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(_Hook(self, i))  # type: ignore[no-untyped-call]
@@ -143,9 +144,11 @@ class AcrossGradients:
             self._say_finished(self._prefix)
 
     def sums(self, scale: float, *, keep: bool) -> Sums:
-        if self._sender.ident is None:
-            self._sender.start()
-        self._sender.join()
+        sender = self._sender
+        assert sender is not None
+        if sender.ident is None:
+            sender.start()
+        sender.join()
         if self._failure is not None:
             raise self._failure
         for piece in self._local.of_slot_0(self._neighbours.index):
@@ -162,6 +165,9 @@ class AcrossGradients:
     def release(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        sender = self._sender
+        if sender is not None and sender.ident is not None:
+            sender.join()  # connections that it may wait for have ended
 
     def _say_finished(self, num_entries: int) -> None:
         self._finished[self._neighbours.index].fill_(self._mark(num_entries))
@@ -199,14 +205,16 @@ class AcrossGradients:
     def _wait_until_finished(self, bucket: Bucket) -> None:
         target = self._mark(bucket.last_entry + 1)
         deadline = time.monotonic() + self._patience_s
+        me = self._neighbours.ranks[self._neighbours.index]
         for rank, finished in zip(self._neighbours.ranks, self._finished, strict=True):
             while finished.item() < target:
                 if time.monotonic() > deadline:
                     raise CommTimeout(
-                        f"rank {self._neighbours.ranks[self._neighbours.index]}: backward on rank "
-                        f"{rank} did not come to its end within {self._patience_s:.0f} s. Raise "
-                        "`patience_s` if this is expected."
+                        f"rank {me}: backward on rank {rank} did not come to its end within "
+                        f"{self._patience_s:.0f} s. Raise `patience_s` if this is expected."
                     )
+                if rank != me:
+                    self._neighbours.check()
                 time.sleep(_NAP_S)
 
     def _write_program(self, deal: Deal) -> list[_BucketStep]:

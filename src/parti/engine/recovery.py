@@ -71,7 +71,7 @@ class Settlers:
 
     world: World
     trained: Sequence[Trained]
-    step: int
+    step: Callable[[], int]
     give: Callable[[], Mapping[str, Any]]
     """The state of the training, for those who have just come."""
     take: Callable[[Mapping[str, Any]], None]
@@ -90,10 +90,13 @@ def settle(
     while True:
         world = world.succession.next(world, lost)
         try:
-            world.neighbours.report(Phase.RECOVER, mine.step)
-            _check_same_place(world, mine.step, unfinished is not None)
+            world.neighbours.report(Phase.RECOVER, mine.step())
+            _check_same_place(world, mine.step(), unfinished is not None)
             if unfinished is not None and not unfinished.is_done:
                 _finish(unfinished, mine.world, world)
+            world.exchange(b"")  # the others have finished theirs
+            if unfinished is not None:
+                unfinished.commit()
             if not is_released:
                 is_released = True
                 for part in mine.trained:
@@ -110,7 +113,8 @@ def join(mine: Settlers) -> tuple[World, dict[int, Trained]]:
     world = mine.world.succession.join(mine.world)
     while True:
         try:
-            _check_same_place(world, mine.step, False)
+            _check_same_place(world, mine.step(), False)
+            world.exchange(b"")
             return world, _lay_out(mine, world)
         except PeerLost as lost:
             world = world.succession.next(world, lost)
@@ -129,13 +133,14 @@ def _lay_out(mine: Settlers, world: World) -> dict[int, Trained]:
 
 
 def _check_same_place(world: World, step: int, is_unfinished: bool) -> None:
-    """A check of the program: those who are left have failed in one and the same exchange."""
+    """A check of the program: those who are left have failed in one and the same exchange. Of
+    several hosts, one may be through with a step whose update another has not finished."""
     places = {
         rank: _PLACE.unpack(data)
         for rank, data in enumerate(world.exchange(_PLACE.pack(step, is_unfinished)))
         if world.members[rank] not in world.newcomers
     }
-    if len(set(places.values())) > 1:
+    if len({at + torn for at, torn in places.values()}) > 1:
         words = [
             f"rank {rank} {'in the update' if torn else 'at the beginning'} of step {at}"
             for rank, (at, torn) in places.items()
@@ -147,15 +152,13 @@ def _check_same_place(world: World, step: int, is_unfinished: bool) -> None:
 
 
 def _finish(update: StepUpdate, old: World, world: World) -> None:
-    """One of those who are left does what the lost have not."""
-    gone = [rank for rank, member in enumerate(old.members) if member not in world.members]
-    left = [member for member in old.members if member in world.members]
+    """One of those who are left on this host does what the lost have not."""
+    near = [old.members[rank] for rank in old.neighbours.ranks]
+    left = [member for member in near if member in world.members]
     if old.member == left[0]:
-        for rank in gone:
-            if rank in old.neighbours.ranks:
-                update.finish(old.neighbours.ranks.index(rank))
-    world.exchange(b"")
-    update.commit()
+        for index, member in enumerate(near):
+            if member not in world.members:
+                update.finish(index)
 
 
 class Timed:

@@ -307,8 +307,9 @@ class Replica:
         return self.is_chief and self._world.succession.is_called(self._world)
 
     def admit(self) -> None:
-        """Between two steps: let those in who have come, if the last step said so."""
-        if self._is_called:
+        """Between two steps: let those in who have come, if the last step said so. Where too few
+        hosts are left, wait for them."""
+        while self._is_called or self._world.is_paused:
             self._go_on(None, None)
 
     def step(
@@ -448,7 +449,7 @@ class Replica:
         return Settlers(
             world=self._world,
             trained=tuple(self._trained.values()),
-            step=self.step_number,
+            step=lambda: self.step_number,
             give=self._give,
             take=self._take,
             rebuild=self._train_in,
@@ -645,6 +646,7 @@ class Replica:
             chunks = [chunk for pieces in sums for piece in pieces for chunk in piece]
             squares = [] if clip_norm is None else square_norms(chunks)
             everyones = self._world.neighbours.exchange(struct.pack(f"<{len(squares)}d", *squares))
+            self._world.commit()
         if clip_norm is not None:
             # fsum rounds once, so the order in which ranks own chunks does not matter.
             norm = math.sqrt(

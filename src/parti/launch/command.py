@@ -11,7 +11,13 @@ from pathlib import Path
 
 from parti.errors import ConfigError
 from parti.launch.devices import checked_count
-from parti.launch.environment import GRACE_S, ProcessTuning, checked_grace_s, grace_s
+from parti.launch.environment import (
+    GRACE_S,
+    ProcessTuning,
+    checked_grace_s,
+    grace_s,
+    store_patience_s,
+)
 from parti.launch.job import Job, Nodes, run_to_exit_code
 from parti.launch.output import terminal_console
 from parti.launch.rerun import interpreter_flags
@@ -27,9 +33,10 @@ class RunOptions:
     num_processes: int | None = None
     name: str | None = None
     runs_dir: Path = Path("runs")
-    nodes: int | None = None
+    nodes: str | None = None
     node_rank: int | None = None
     address: str | None = None
+    join: str | None = None
     num_spares: int = 0
     grace_s: float | None = None
     threads: int | None = None
@@ -62,9 +69,14 @@ def read_options(arguments: Sequence[str]) -> RunOptions:
             metavar="DIR",
             help="where runs are kept [runs]",
         ),
-        add("--nodes", type=int, metavar="K", help="hosts of the job; start `parti run` on each"),
+        add(
+            "--nodes",
+            metavar="K",
+            help="hosts of the job; start `parti run` on each. MIN:MAX where they come and go",
+        ),
         add("--node-rank", type=int, metavar="I", help="which of them this host is, from 0"),
-        add("--address", metavar="HOST:PORT", help="where node 0 is reached"),
+        add("--address", metavar="HOST:PORT", help="where node 0 is reached; or etcd://..."),
+        add("--join", metavar="HOST:PORT", help="come to a job that runs with --nodes MIN:MAX"),
         add(
             "--spares",
             dest="num_spares",
@@ -102,6 +114,7 @@ def read_options(arguments: Sequence[str]) -> RunOptions:
         nodes=read.nodes,
         node_rank=read.node_rank,
         address=read.address,
+        join=read.join,
         num_spares=read.num_spares,
         grace_s=read.grace_s,
         threads=read.threads,
@@ -139,6 +152,7 @@ def run_script(options: RunOptions) -> int:
         runs_dir=options.runs_dir,
         num_spares=options.num_spares,
         grace_s=(grace_s(environ) if options.grace_s is None else checked_grace_s(options.grace_s)),
+        store_patience_s=store_patience_s(environ),
         threads=options.threads,
         tuning=options.tuning,
         nodes=nodes,
@@ -174,6 +188,10 @@ def _check_script(script: Path) -> None:
 
 def _nodes_and_request(options: RunOptions, environ: Mapping[str, str]) -> tuple[Nodes, int | None]:
     """The hosts of the job, and how many processes the environment asks for on this one."""
+    if options.join is not None:
+        return _nodes_to_join(options), None
+    if options.nodes is not None and ":" in options.nodes:
+        return _elastic_nodes(options), None
     given = {
         "--nodes": options.nodes,
         "--node-rank": options.node_rank,
@@ -181,7 +199,7 @@ def _nodes_and_request(options: RunOptions, environ: Mapping[str, str]) -> tuple
     }
     if all(value is None for value in given.values()):
         return _nodes_by_environment(environ)
-    if options.nodes == 1 and options.address is None and not options.node_rank:
+    if options.nodes == "1" and options.address is None and not options.node_rank:
         return Nodes(), None
     missing = [name for name, value in given.items() if value is None]
     if missing:
@@ -192,7 +210,57 @@ def _nodes_and_request(options: RunOptions, environ: Mapping[str, str]) -> tuple
     assert options.nodes is not None
     assert options.node_rank is not None
     assert options.address is not None
-    return nodes_by_options(options.nodes, options.node_rank, options.address), None
+    if not options.nodes.isdigit():
+        raise ConfigError(f"--nodes is {options.nodes!r}; expected a number, or MIN:MAX")
+    return nodes_by_options(int(options.nodes), options.node_rank, options.address), None
+
+
+def _nodes_to_join(options: RunOptions) -> Nodes:
+    others = {
+        "--nodes": options.nodes,
+        "--node-rank": options.node_rank,
+        "--address": options.address,
+    }
+    given = [name for name, value in others.items() if value is not None]
+    if given:
+        raise ConfigError(
+            f"--join comes with {' and '.join(given)}; the job that is joined has settled these: "
+            "leave them out"
+        )
+    assert options.join is not None
+    return Nodes(address=_address_of_store("--join", options.join), joins=True)
+
+
+def _elastic_nodes(options: RunOptions) -> Nodes:
+    assert options.nodes is not None
+    least, _, most = options.nodes.partition(":")
+    if not (least.isdigit() and most.isdigit() and 1 <= int(least) <= int(most)):
+        raise ConfigError(
+            f"--nodes is {options.nodes!r}; expected MIN:MAX with 1 <= MIN <= MAX, such as 1:4"
+        )
+    if options.node_rank is not None:
+        raise ConfigError(
+            "--node-rank goes with a fixed number of hosts; where they come and go they are "
+            "numbered as they come: leave it out"
+        )
+    if options.address is None:
+        raise ConfigError(
+            "--address missing: HOST:PORT where this host serves the store that the others join "
+            "at, or etcd://host:port/name"
+        )
+    address = _address_of_store("--address", options.address)
+    return Nodes(address=address, bounds=(int(least), int(most)))
+
+
+def _address_of_store(option: str, address: str) -> str:
+    return address if address.startswith("etcd://") else _tcp(option, address)
+
+
+def _tcp(option: str, address: str) -> str:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"{option} is {address!r}; expected HOST:PORT, such as 10.0.0.1:29400")
+    return f"tcp://{host}:{port}"
 
 
 def nodes_by_options(num_nodes: int, node_rank: int, address: str) -> Nodes:
@@ -203,10 +271,7 @@ def nodes_by_options(num_nodes: int, node_rank: int, address: str) -> Nodes:
             f"--node-rank is {node_rank}; with --nodes {num_nodes} it has to be "
             f"between 0 and {num_nodes - 1}"
         )
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"--address is {address!r}; expected HOST:PORT, such as 10.0.0.1:29400")
-    return Nodes(node_rank=node_rank, num_nodes=num_nodes, address=f"tcp://{host}:{port}")
+    return Nodes(node_rank=node_rank, num_nodes=num_nodes, address=_tcp("--address", address))
 
 
 def _nodes_by_environment(environ: Mapping[str, str]) -> tuple[Nodes, int | None]:

@@ -52,6 +52,8 @@ class HasLost(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A worker has found that another of its world is gone."""
 
     generation: int
+    missed: tuple[int, ...] = ()
+    """Members on other hosts, as far as it knows whom it has missed."""
 
 
 class CanStop(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -83,6 +85,10 @@ class Called(msgspec.Struct, frozen=True, array_like=True, tag=True):
     generation: int
     members: tuple[int, ...]
     joining: tuple[int, ...]
+    last_torn: int = 0
+    """The newest world that was called because somebody was gone. Members of an older one leave it
+    at once, others at the end of their step."""
+    is_paused: bool = False
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):

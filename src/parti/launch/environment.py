@@ -14,6 +14,8 @@ from parti.errors import ConfigError
 
 GRACE_S = 60.0
 """How long a process that was asked to stop may take to save its state, if nobody says."""
+STORE_PATIENCE_S = 600.0
+"""How long a host waits for a store that cannot be reached, if nobody says."""
 
 ALLOCATOR_SETTINGS: Mapping[str, str] = {
     "MALLOC_MMAP_THRESHOLD_": "1073741824",
@@ -57,6 +59,8 @@ class Meeting:
     host_directory: str
     """Scratch shared by the workers of one host and their supervisor; gone when the job is."""
     run_directory: str
+    is_elastic: bool = False
+    """Hosts come and go."""
 
 
 def grace_s(environ: Mapping[str, str]) -> float:
@@ -68,6 +72,20 @@ def grace_s(environ: Mapping[str, str]) -> float:
         raise ConfigError(
             f"PARTI_GRACE is {written!r}; it has to be a number of seconds, 0 or more"
         ) from None
+
+
+def store_patience_s(environ: Mapping[str, str]) -> float:
+    """PARTI_STORE_PATIENCE: how long a host waits for a store that cannot be reached."""
+    written = environ.get("PARTI_STORE_PATIENCE", "").strip()
+    try:
+        patience_s = float(written) if written else STORE_PATIENCE_S
+    except ValueError:
+        patience_s = -1.0
+    if not patience_s >= 0:  # NaN, too
+        raise ConfigError(
+            f"PARTI_STORE_PATIENCE is {written!r}; it has to be a number of seconds, 0 or more"
+        )
+    return patience_s
 
 
 def checked_grace_s(grace_s: float) -> float:
@@ -104,6 +122,7 @@ def worker_environment(
         "PARTI_RENDEZVOUS": meeting.rendezvous,
         "PARTI_HOST_DIR": meeting.host_directory,
         "PARTI_RUN_DIR": meeting.run_directory,
+        **({"PARTI_ELASTIC": "1"} if meeting.is_elastic else {}),
     }
     return result
 

@@ -19,6 +19,7 @@ import msgspec
 from parti.errors import CommError, CommTimeout, ConfigError
 from parti.launch.failure import Ending
 from parti.launch.peers import Announcement, Kind, Layout
+from parti.launch.register import LocalRegister, Register
 from parti.launch.store import Store, Watch, connect, parse_url
 from parti.launch.store_server import Server
 
@@ -93,7 +94,7 @@ def join(
         watch = store.watch(_OVER, timeout_s=timeout_s)
         on_failure.callback(watch.close)
         on_failure.pop_all()
-        return ManyHosts(layout, store, watch, server)
+        return ManyHosts(layout, store, watch, server, note)
 
 
 def _sign_in(store: Store, node: Node, timeout_s: float) -> None:
@@ -174,8 +175,21 @@ def _decode(encoded: bytes) -> Announcement:
 class ManyHosts:
     """The other supervisors, through the store."""
 
-    def __init__(self, layout: Layout, store: Store, watch: Watch, server: Server | None) -> None:
+    number = 0
+    can_lose = False
+    has_left = False
+    why_out = ""
+
+    def __init__(
+        self,
+        layout: Layout,
+        store: Store,
+        watch: Watch,
+        server: Server | None,
+        note: Callable[[str], None],
+    ) -> None:
         self._layout = layout
+        self._note = note
         self._store = store
         self._watch = watch
         self._server = server
@@ -184,6 +198,15 @@ class ManyHosts:
     @property
     def layout(self) -> Layout:
         return self._layout
+
+    def register(self, num_spares: int) -> Register:
+        return LocalRegister(self._layout.num_local, num_spares)
+
+    def leave(self) -> None:
+        self._note(
+            "this host cannot leave: the job has a fixed number of hosts. Start it with "
+            "`--nodes MIN:MAX`"
+        )
 
     @property
     def waits_for(self) -> int | None:

@@ -9,13 +9,14 @@ import os
 import platform
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from parti.launch.devices import num_cores, num_gpus
 from parti.launch.directories import Scratch, create_run_directory, create_scratch, write_json
 from parti.launch.environment import (
     GRACE_S,
+    STORE_PATIENCE_S,
     Meeting,
     ProcessTuning,
     Seat,
@@ -39,7 +40,15 @@ class Nodes:
     node_rank: int = 0
     num_nodes: int = 1
     address: str | None = None
-    """tcp://host:port of node 0."""
+    """tcp://host:port of node 0; where hosts come and go, it may be that of an etcd."""
+    bounds: tuple[int, int] | None = None
+    """How few and how many hosts there may be, where they come and go."""
+    joins: bool = False
+    """This one comes to a job that others have begun."""
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.bounds is not None or self.joins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +67,8 @@ class Job:
     """Warm processes that stand by on this host."""
     grace_s: float = GRACE_S
     """How long an orderly stop may take."""
+    store_patience_s: float = STORE_PATIENCE_S
+    """How long a store that hosts agree through, and that cannot be reached, is waited for."""
     threads: int | None = None
     tuning: ProcessTuning = field(default_factory=ProcessTuning)
     cwd: str | None = None
@@ -169,14 +180,30 @@ class OpenJob:
                 return f"ended by {name}{where}{why}"
             case Kind.STOPPED:
                 return announcement.words
+            case Kind.LOST if announcement.words:
+                return announcement.words
             case Kind.LOST:
                 return (
                     f"the supervisor of node {announcement.node_rank}{where} is gone: killed, or "
                     "its host is down or cannot be reached"
                 )
+            case Kind.OUT:
+                return announcement.words or self._peers.why_out
             case Kind.FAILURE:
                 assert outcome.verdict is not None
                 return describe(outcome.verdict, log_of=self._log_of)
+
+    @property
+    def has_left(self) -> bool:
+        """This host was asked to leave, and has."""
+        return self._peers.has_left
+
+    def comes_again(self, outcome: Outcome) -> bool:
+        """Whether this host, which the others went on without, shall join them anew. One that has
+        been of no use would be of none again."""
+        announcement = outcome.announcement
+        is_useful = not (self._peers.has_left or announcement.words)
+        return announcement.kind is Kind.OUT and is_useful
 
     def _log_of(self, ending: Ending) -> str:
         path = self._run_directory / f"rank{ending.rank}.log"
@@ -200,6 +227,7 @@ class OpenJob:
             rendezvous=self.layout.rendezvous or self.scratch.as_uri(),
             host_directory=str(self.scratch),
             run_directory=str(self._run_directory),
+            is_elastic=self.layout.is_elastic,
         )
 
     def _describe_start(
@@ -220,6 +248,7 @@ class OpenJob:
             "node_rank": self.layout.node_rank,
             "hosts": list(self.layout.hosts),
             "processes_per_host": list(self.layout.local_counts),
+            "elastic": self.layout.is_elastic,
             "cores": cores,
             "gpus": gpus,
             "platform": platform.platform(),
@@ -250,7 +279,7 @@ def open_job(job: Job, console: Console) -> Iterator[OpenJob]:
     is_chosen = job.name is not None
     name = job.name or f"{job.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     with contextlib.ExitStack() as stack:
-        if job.nodes.node_rank == 0:
+        if job.nodes.node_rank == 0 and not job.nodes.is_elastic:
             run_directory = create_run_directory(job.runs_dir, name, chosen_by_user=is_chosen)
             peers = _meet(job, run_directory.name, console)
         else:
@@ -268,6 +297,20 @@ def open_job(job: Job, console: Console) -> Iterator[OpenJob]:
 
 def _meet(job: Job, name: str, console: Console) -> Peers:
     nodes = job.nodes
+    if nodes.is_elastic:
+        from parti.launch.elastic_hosts import meet
+
+        assert nodes.address is not None
+        return meet(
+            nodes.address,
+            bounds=nodes.bounds,
+            job=new_job_id(),
+            name=name,
+            num_processes=job.num_processes,
+            num_spares=job.num_spares,
+            give_up_s=job.store_patience_s,
+            note=console.note,
+        )
     if nodes.num_nodes == 1 or nodes.address is None:
         layout = Layout(
             job=new_job_id(),
@@ -277,7 +320,7 @@ def _meet(job: Job, name: str, console: Console) -> Peers:
             local_counts=(job.num_processes,),
             rendezvous=None,
         )
-        return OneHost(layout)
+        return OneHost(layout, console.note)
     from parti.launch.hosts import join, this_node
 
     return join(
@@ -309,10 +352,16 @@ def run_to_exit_code(
     environ: Mapping[str, str],
 ) -> int:
     """Run a job from a terminal or a scheduler: tell how it ended, return the exit code."""
-    with open_job(job, console) as opened:
-        outcome = opened.supervise(program, environ, wants_signals=True)
-        text = opened.tell(outcome)
-    if text is not None:
-        console.note(text)
+    while True:
+        with open_job(job, console) as opened:
+            outcome = opened.supervise(program, environ, wants_signals=True)
+            text = opened.tell(outcome)
+            comes_again = opened.comes_again(outcome)
+            has_left = opened.has_left
+        if text is not None:
+            console.note(text)
+        if not comes_again:
+            break
+        job = replace(job, nodes=replace(job.nodes, bounds=None, joins=True))
     console.flush(_FLUSH_S)
-    return outcome.exit_code
+    return 0 if has_left else outcome.exit_code

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
 from parti.launch.failure import Ending
+from parti.launch.register import LocalRegister, Register
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,9 @@ class Layout:
     """The number of processes of each node."""
     rendezvous: str | None
     """Where workers of several hosts meet; None on one host."""
+
+    is_elastic: bool = False
+    """Hosts come and go: ranks and nodes are only names, and as many as there may be."""
 
     @property
     def num_nodes(self) -> int:
@@ -52,6 +56,8 @@ class Kind(Enum):
     """A supervisor was told to stop."""
     LOST = "lost"
     """A supervisor, or its host, is gone."""
+    OUT = "out"
+    """The others go on without this host. Told to nobody else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +80,34 @@ class Peers(Protocol):
     def layout(self) -> Layout: ...
 
     @property
+    def number(self) -> int:
+        """Of this host, in the roll."""
+        ...
+
+    @property
+    def can_lose(self) -> bool:
+        """Whether the job goes on without a process of this host that is lost."""
+        ...
+
+    def register(self, num_spares: int) -> Register:
+        """Where the roll of this host's processes lies."""
+        ...
+
+    def leave(self) -> None:
+        """Have the others go on without this host."""
+        ...
+
+    @property
+    def has_left(self) -> bool:
+        """It was asked to, and has."""
+        ...
+
+    @property
+    def why_out(self) -> str:
+        """Why the others go on without it, for a person."""
+        ...
+
+    @property
     def waits_for(self) -> int | None:
         """The file descriptor that becomes readable when `poll()` has news."""
 
@@ -94,8 +128,20 @@ class Peers(Protocol):
 class OneHost:
     """No others."""
 
-    def __init__(self, layout: Layout) -> None:
+    number = 0
+    can_lose = True
+    has_left = False
+    why_out = ""
+
+    def __init__(self, layout: Layout, note: Callable[[str], None]) -> None:
         self._layout = layout
+        self._note = note
+
+    def register(self, num_spares: int) -> Register:
+        return LocalRegister(self._layout.num_local, num_spares)
+
+    def leave(self) -> None:
+        self._note("this host cannot leave: there is no other to go on")
 
     @property
     def layout(self) -> Layout:

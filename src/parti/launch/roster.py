@@ -5,45 +5,22 @@ what the roll asks of this host is seen to.
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
-from typing import Protocol, assert_never
+from typing import assert_never
 
-from parti.elastic import membership
-from parti.elastic.membership import Died, Entered, Event, Here
+from parti.elastic.membership import Died, Entered, Event, Here, Unreachable
 from parti.elastic.roll import Call, Member, Orders, Role, Roll, orders
 from parti.launch import events
 from parti.launch.control import Activated, Called, FromWorker, HasEntered, HasLost, IsHere, Refused
 from parti.launch.events import Events
 from parti.launch.failure import signal_name
+from parti.launch.register import Register
 from parti.launch.spawn import Worker
 
-
-class Register(Protocol):
-    """Where the roll lies."""
-
-    @property
-    def roll(self) -> Roll:
-        """The newest that is known here. Those of others may have come between."""
-        ...
-
-    def tell(self, event: Event) -> tuple[str, ...]:
-        """Make the next roll of the newest one; what a person should know."""
-        ...
-
-
-class LocalRegister:
-    """The roll of a job of one host, or of one host's part of a job that cannot lose any."""
-
-    def __init__(self, wanted: int, num_spares: int) -> None:
-        self._roll = membership.of_one_host(wanted, num_spares)
-
-    @property
-    def roll(self) -> Roll:
-        return self._roll
-
-    def tell(self, event: Event) -> tuple[str, ...]:
-        self._roll, words = membership.advance(self._roll, event)
-        return words
+CUT_AFTER_S = 10.0
+"""How long those who have missed somebody wait for word that he is gone. Longer than a host's lease
+lasts, since that is how a host is found to be gone."""
 
 
 class Roster:
@@ -78,6 +55,9 @@ class Roster:
         self._record = record
         self._has_settled = False
         self._lost_reports: list[tuple[int, int]] = []
+        self._missed: dict[int, tuple[float, tuple[int, ...]]] = {}
+        """By the generation of a world: since when, and whom workers of this host could not reach
+        in it."""
         self.patience_s = 60.0
         self.end: str | None = None
         """Why the job cannot go on."""
@@ -85,6 +65,12 @@ class Roster:
     @property
     def _roll(self) -> Roll:
         return self._register.roll
+
+    @property
+    def _has_begun(self) -> bool:
+        """The first world has settled, here or before this host came."""
+        roll = self._roll
+        return self._has_settled or roll.is_settled or roll.generation > 1
 
     # ---- what workers say, and their ends
 
@@ -107,6 +93,8 @@ class Roster:
                 self._tell(Entered(worker.member, message.generation))
             case HasLost():
                 self._lost_reports.append((worker.member, message.generation))
+                if message.missed:
+                    self._missed[message.generation] = (time.monotonic(), message.missed)
             case _:
                 assert_never(message)
 
@@ -122,12 +110,7 @@ class Roster:
         code = worker.exit_code
         is_part = worker.member in self._roll.holders
         next_member = self._roll.next_member
-        if (
-            code is None
-            or worker.is_ended_by_us
-            or not self._has_settled
-            or (is_part and code >= 0)
-        ):
+        if code is None or worker.is_ended_by_us or not self._has_begun or (is_part and code >= 0):
             self._answer_lost()
             return None
         self._tell(Died(worker.member))
@@ -147,15 +130,32 @@ class Roster:
 
     def watched(self) -> list[Worker]:
         """Those whose standing still would hold up the others."""
-        if not self._has_settled:
+        if not self._has_begun:
             return []
         numbers = {*self._roll.holders, *self._roll.called}
         return [self._workers[each] for each in numbers if each in self._workers]
 
     def is_needless(self, worker: Worker) -> bool:
         """It waits for a place in a training that the others have finished."""
-        is_over = self.end is not None or not self._has_settled
+        is_over = self.end is not None or not self._has_begun
         return not is_over and worker.member not in self._roll.holders
+
+    @property
+    def is_out(self) -> bool:
+        """The others go on without this host."""
+        return orders(self._roll, self._host).is_out
+
+    def look_for_cuts(self, now_s: float) -> None:
+        """Where members of another host were missed, and nobody has been found to be gone, the
+        way between the two hosts is cut: the job goes on with one of them."""
+        for generation, (since_s, members) in list(self._missed.items()):
+            if generation < self._roll.generation:
+                del self._missed[generation]
+            elif now_s - since_s > CUT_AFTER_S:
+                del self._missed[generation]
+                for host in list(self._roll.hosts_of(members)):
+                    if host.number != self._host:
+                        self._tell(Unreachable(self._host, host.number))
 
     def _tell(self, event: Event) -> None:
         before = self._roll
@@ -211,7 +211,9 @@ class Roster:
                     why=call.why,
                 )
             )
-            message = Called(call.generation, call.members, call.joining)
+            message = Called(
+                call.generation, call.members, call.joining, self._roll.last_torn, call.is_paused
+            )
             for number, worker in self._workers.items():
                 if number not in self._standing_by:
                     worker.control.send(message)
@@ -245,7 +247,8 @@ class Roster:
             if generation < self._roll.generation:
                 continue  # a newer world has been called
             called = [self._workers[each] for each in self._roll.called if each in self._workers]
-            if any(worker.exit_code is not None for worker in called):
+            # Of one that is replaced the roll will say so, when the store can be reached.
+            if any(each.exit_code is not None and not each.is_replaced for each in called):
                 self._workers[member].control.send(Refused(generation))
         self._lost_reports = [
             (member, generation)

@@ -13,6 +13,7 @@ _HANDLED = (
     signal.SIGINT,
     signal.SIGTERM,
     signal.SIGUSR1,
+    signal.SIGUSR2,
     signal.SIGHUP,
     signal.SIGTSTP,
     signal.SIGWINCH,

@@ -40,7 +40,7 @@ from parti.launch.feed import Feed
 from parti.launch.output import Console, Log
 from parti.launch.peers import Announcement, Kind, Peers
 from parti.launch.preemption import Preemption
-from parti.launch.roster import LocalRegister, Roster
+from parti.launch.roster import Roster
 from parti.launch.signals import SignalInbox
 from parti.launch.spawn import Worker, spawn
 from parti.launch.standstill import Standstill
@@ -50,6 +50,8 @@ _GRACE_S = 0.5
 """Between SIGTERM and SIGKILL."""
 _SETTLE_S = 0.1
 """After a failure: for others that fail alike."""
+_SETTLE_LOST_S = 1.0
+"""After the last process with the state is gone: for what the host where it was has to tell."""
 _SETTLE_CONSEQUENCE_S = 0.3
 """After a failure that blames another rank: for that rank's own."""
 _LOOK_S = 0.25
@@ -119,8 +121,8 @@ class Supervisor:
         self._standstill = Standstill(time.monotonic())
         self._preemption = Preemption(assignment.grace_s, console.note, events)
         self._roster = Roster(
-            LocalRegister(peers.layout.num_local, assignment.num_spares),
-            host=0,
+            peers.register(assignment.num_spares),
+            host=peers.number,
             first_rank=peers.layout.first_rank,
             start=self._start,
             show=self._show,
@@ -294,7 +296,7 @@ class Supervisor:
         if self._has_stopped() and (worker.exit_code or 0) < 0:
             worker.is_replaced = True  # nothing was left for it to do
             return
-        if self._peers.layout.num_nodes > 1 or self._preemption.ended_so(worker):
+        if not self._peers.can_lose or self._preemption.ended_so(worker):
             return
         how = self._roster.takes(worker)
         if how is not None:
@@ -306,6 +308,7 @@ class Supervisor:
     def _on_news(self) -> None:
         news = self._peers.poll()
         if news is None:
+            self._roster.look()
             return
         if self._peers.waits_for is not None:
             self._selector.unregister(self._peers.waits_for)
@@ -320,6 +323,8 @@ class Supervisor:
                 self._signal_workers(signal.SIGSTOP)
                 os.kill(os.getpid(), signal.SIGSTOP)
                 self._signal_workers(signal.SIGCONT)
+            elif number == signal.SIGUSR2:
+                self._peers.leave()
             elif self._ended_s is None:
                 if self._preemption.asks(number, self._alive(), time.monotonic()):
                     continue
@@ -341,6 +346,11 @@ class Supervisor:
 
     def _decide(self, now_s: float) -> None:
         """Has the job failed, or have all workers of this host done their part?"""
+        self._roster.look_for_cuts(now_s)
+        if self._roster.is_out and self._roster.end is None:
+            words = "" if self._alive() else "no process of this host could take part"
+            self._end(self._announcement_of(Kind.OUT, words=words))
+            return
         verdict = judge(self._failures())
         if verdict is not None:
             is_blamed_on_another = is_consequence(verdict.first)
@@ -348,6 +358,10 @@ class Supervisor:
             self._settle_until_s = min(self._settle_until_s or until_s, until_s)
             if now_s >= self._settle_until_s:
                 self._end(self._announce(Kind.FAILURE, ending=verdict.first))
+        elif self._roster.end is not None:
+            self._settle_until_s = self._settle_until_s or now_s + _SETTLE_LOST_S
+            if now_s >= self._settle_until_s:
+                self._end(self._announce(Kind.LOST, words=self._roster.end))
         elif self._are_all_through() and not self._has_succeeded_here:
             for worker in self._alive():  # they wait for a place that nobody needs any more
                 worker.is_ended_by_us = True
@@ -374,8 +388,9 @@ class Supervisor:
         has_any_ended_well = any(
             worker.exit_code == 0 or self._preemption.ended_so(worker) for worker in self._workers
         )
-        return not self._alive() or (
-            has_any_ended_well and all(self._roster.is_needless(w) for w in self._alive())
+        # Without one, others have been killed, and are about to be replaced.
+        return (has_any_ended_well or self._has_stopped()) and all(
+            self._roster.is_needless(worker) for worker in self._alive()
         )
 
     def _end(self, announcement: Announcement) -> None:
@@ -395,12 +410,13 @@ class Supervisor:
         self._signal_workers(signal.SIGCONT)  # one that is stopped would not see the other
 
     def _announce(
-        self, kind: Kind, *, ending: Ending | None = None, number: int = 0
+        self, kind: Kind, *, ending: Ending | None = None, number: int = 0, words: str = ""
     ) -> Announcement:
-        return self._peers.announce(self._announcement_of(kind, ending=ending, number=number))
+        announcement = self._announcement_of(kind, ending=ending, number=number, words=words)
+        return self._peers.announce(announcement)
 
     def _announcement_of(
-        self, kind: Kind, *, ending: Ending | None = None, number: int = 0
+        self, kind: Kind, *, ending: Ending | None = None, number: int = 0, words: str = ""
     ) -> Announcement:
         layout, preemption = self._peers.layout, self._preemption
         is_of_it = kind is Kind.STOPPED or (
@@ -412,7 +428,7 @@ class Supervisor:
             host=layout.hosts[layout.node_rank],
             ending=ending,
             signal=number,
-            words=preemption.words if is_of_it else "",
+            words=preemption.words if is_of_it else words,
         )
 
     def _signal_workers(self, number: int) -> None:
@@ -509,5 +525,7 @@ def _exit_code(announcement: Announcement, verdict: Verdict | None) -> int:
             return Preempted.CODE
         case Kind.LOST:
             return 1
+        case Kind.OUT:
+            return 1 if announcement.words else Preempted.CODE
         case _:
             assert_never(announcement.kind)

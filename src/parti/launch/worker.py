@@ -118,6 +118,8 @@ class Line:
     """It takes the place of a lost one."""
     is_spare: bool
     """It stands by until it is needed."""
+    has_hosts: bool
+    """Processes of other hosts may take part, and hosts come and go."""
     faults: str
     """What a test wants to happen to it, as `FaultScript` writes it."""
 
@@ -133,6 +135,7 @@ def line() -> Line | None:
         end=read_inherited(inherited),
         joins=os.environ.get("PARTI_JOINS") in ("1", "spare"),
         is_spare=os.environ.get("PARTI_JOINS") == "spare",
+        has_hosts=os.environ.get("PARTI_ELASTIC") == "1",
         faults=os.environ.get("PARTI_FAULTS", ""),
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -20,7 +20,14 @@ from torch.optim import Optimizer
 
 from parti.cluster import Level, Origin, Place, resolve
 from parti.comm.faults import carry_out_for_real, with_faults
-from parti.comm.rendezvous import Directory, KeyValue, TorchStore, meeting_in, split_address
+from parti.comm.rendezvous import (
+    Directory,
+    KeyValue,
+    Shelf,
+    TorchStore,
+    meeting_in,
+    split_address,
+)
 from parti.comm.world import World, connect
 from parti.data.seeds import derive
 from parti.engine.commit_log import CommitLog, NoCommitLog
@@ -35,6 +42,7 @@ from parti.monitor.commits import CommitFile, open_commits
 if TYPE_CHECKING:
     from parti.strategy.data_parallel import DataParallel
 
+_STORE_S = 5.0
 _SCOPE = 1 << 33
 """Stands where the number of a step stands, for the random state inside `scope()`."""
 
@@ -127,8 +135,9 @@ def _commit_file(place: Place) -> CommitFile | None:
     inherited = line()
     if inherited is None or place.run_directory is None or place.rank is None:
         return None
-    # Every supervisor counts its own processes, and between hosts none is replaced.
-    member = inherited.member if place.num_nodes == 1 else place.rank
+    # Elsewhere every supervisor counts its own processes, and none is replaced.
+    is_unique = place.num_nodes == 1 or inherited.has_hosts
+    member = inherited.member if is_unique else place.rank
     return open_commits(Path(place.run_directory), job=place.job or "", member=member)
 
 
@@ -139,7 +148,14 @@ def _world(place: Place, device: torch.device, patience_s: float, recovery: bool
         return _connect(place, device, patience_s, 0, 1)
     assert place.rank is not None and place.world_size is not None
     inherited = line()
-    if not recovery or inherited is None or place.num_nodes > 1 or device.type != "cpu":
+    can_recover = recovery and inherited is not None and device.type == "cpu"
+    if inherited is not None and inherited.has_hosts and not can_recover:
+        raise ConfigError(
+            "hosts that come and go (`--nodes MIN:MAX`) need recovery=True and processes on CPUs; "
+            f"this strategy has recovery={recovery} and trains on {device.type}. Give --nodes one "
+            "number."
+        )
+    if not can_recover or inherited is None or (place.num_nodes > 1 and not inherited.has_hosts):
         return _connect(place, device, patience_s, place.rank, place.world_size)
     assert place.host_directory is not None
     from parti.elastic.member import Member
@@ -147,14 +163,43 @@ def _world(place: Place, device: torch.device, patience_s: float, recovery: bool
     member = Member(
         inherited.end,
         number=inherited.member,
-        directory=Path(place.host_directory),
+        meeting_place=_meeting_place(place, has_hosts=inherited.has_hosts),
+        failures=Path(place.host_directory, "failures"),
         device=device,
         patience_s=patience_s,
         num_cores=num_cores(),
+        has_hosts=inherited.has_hosts,
     )
     # The longest in the job is rank 0, so one that comes later never is.
     world = member.provisional(max(place.rank, 1)) if inherited.joins else member.first()
     return with_faults(world, inherited.faults, carry_out_for_real)
+
+
+def _meeting_place(place: Place, *, has_hosts: bool) -> Callable[[int], KeyValue]:
+    """Where the members of each world meet, by its generation."""
+    assert place.host_directory is not None and place.rendezvous is not None
+    directory, address = Path(place.host_directory), place.rendezvous
+
+    def on_this_host(generation: int) -> KeyValue:
+        path = directory / f"world-{generation}"
+        path.mkdir(exist_ok=True)
+        return Directory(path)
+
+    opened: list[Agreement] = []
+
+    def on_any_host(generation: int) -> KeyValue:
+        # A connection for each world: one that was cut does not come back.
+        while opened:
+            opened.pop().abandon()
+        opened.append(connect_store(address, timeout_s=_STORE_S, patience_s=_STORE_S))
+        return Shelf(opened[0], f"world/{generation}/")
+
+    if not has_hosts:
+        return on_this_host
+    from parti.launch.agreement import Agreement
+    from parti.launch.agreement import connect as connect_store
+
+    return on_any_host
 
 
 def _connect(place: Place, device: torch.device, patience_s: float, rank: int, size: int) -> World:
