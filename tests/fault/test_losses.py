@@ -80,6 +80,15 @@ def test_a_spare_takes_the_place(jobs: Jobs, undisturbed: Undisturbed) -> None:
     assert set(ended.found.values()) == {undisturbed(EPOCHS)}
 
 
+def test_one_that_is_stopped_on_its_way_is_replaced(jobs: Jobs, undisturbed: Undisturbed) -> None:
+    script = FaultScript().kill(rank=1, step=60, at="backward").stop(rank=2, step=-1, at="wait")
+    ended = jobs.run(2, EPOCHS, faults=script, options=("--spares", "1"), PATIENCE="1")
+    assert ended.exit_code == 0, ended.output
+    assert "was stopped (SIGSTOP)" in ended.output
+    assert len(ended.found) == 2, "nobody came in its place"
+    assert set(ended.found.values()) == {undisturbed(EPOCHS)}
+
+
 def test_an_error_of_the_script_ends_the_job_as_ever(jobs: Jobs) -> None:
     """The others would meet it as well."""
     (jobs.directory / "broken.py").write_text(

@@ -82,10 +82,13 @@ def _between_hosts(world: World, state: Callable[[], State], giver: int) -> Stat
         torch.save(dict(state()), buffer)
         data = buffer.getvalue()
     num_bytes = int(world.exchange(b"%d" % len(data))[giver])
+    is_new = world.members[world.rank] in world.newcomers
     pieces = []
     for start in range(0, num_bytes, _PIECE_BYTES):
-        pieces.append(world.exchange(data[start : start + _PIECE_BYTES])[giver])
-    if world.members[world.rank] not in world.newcomers:
+        piece = world.exchange(data[start : start + _PIECE_BYTES])[giver]
+        if is_new:
+            pieces.append(piece)
+    if not is_new:
         return None
     # From a process of this job, over a connection that only its ranks know the token of.
     loaded = torch.load(io.BytesIO(b"".join(pieces)), map_location="cpu", weights_only=False)

@@ -12,6 +12,7 @@ told waits for it then, in order.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import select
@@ -31,7 +32,7 @@ from parti.elastic.membership import (
     HostLost,
     advance,
 )
-from parti.elastic.roll import Roll
+from parti.elastic.roll import Roll, Stage
 from parti.errors import CommError, CommTimeout, ConfigError
 from parti.launch.agreement import Agreement, Changes, Lease, LeaseLost, connect
 from parti.launch.failure import Ending
@@ -135,6 +136,11 @@ def _agree(store: Agreement, bounds: tuple[int, int] | None, job: str, name: str
                 f"nobody has begun a job there within {JOIN_S:g} s: start `parti run --nodes "
                 "MIN:MAX --address ...` on one host"
             ) from None
+    if store.look(_OVER) is not None:
+        raise ConfigError(
+            "the job at that address has come to its end: choose another name for a new one (the "
+            "end of etcd://host:port/name), or another port"
+        )
     mine = Terms(job=job, name=name, min_hosts=bounds[0], max_hosts=bounds[1])
     found = store.compare_set("terms", None, _encode(mine))
     if found is None:
@@ -176,7 +182,8 @@ class ElasticHosts:
         self._server = server
         self._number = store.add("num_hosts", 1) - 1
         self._sign = Sign(name=socket.gethostname(), pid=os.getpid())
-        self.layout = _layout(terms, self._number, num_processes, url)
+        first_rank = store.add("num_places", num_processes) - num_processes
+        self.layout = _layout(terms, self._number, first_rank, num_processes, url)
         self._roll = Roll(min_hosts=terms.min_hosts, max_hosts=terms.max_hosts)
         self._signs: dict[int, Sign] = {}
         self._done: set[int] = set()
@@ -190,6 +197,7 @@ class ElasticHosts:
         for end in (self._wake_read, self._wake_write, self._news_read, self._news_write):
             os.set_blocking(end, False)
         self._unreached_s: float | None = None
+        self._reached_since_s = time.monotonic()
         self._is_closing = False
         self._has_heard = False
         """Who is there."""
@@ -239,6 +247,10 @@ class ElasticHosts:
     def roll(self) -> Roll:
         return self._roll
 
+    @property
+    def reached_since_s(self) -> float:
+        return math.inf if self._unreached_s is not None else self._reached_since_s
+
     def tell(self, event: Event) -> tuple[str, ...]:
         told = _Told(event)
         self._to_tell.put(told)
@@ -255,8 +267,7 @@ class ElasticHosts:
             )
             return
         words = self.tell(HostLeaves(self._number))
-        self._leaves = not words
-        for each in words or ("this host leaves at the end of the step",):
+        for each in words or ("this host leaves at the end of the step, if the others can go on",):
             self._note(each)
 
     @property
@@ -405,7 +416,7 @@ class ElasticHosts:
         """Keep the lease, tell what is to be told, and hear what happens."""
         changes = link.changes
         if self._unreached_s is not None:
-            self._unreached_s = None
+            self._unreached_s, self._reached_since_s = None, time.monotonic()
             self._note("the store is reached again")
         due_s = 0.0
         while not self._is_closing:
@@ -502,6 +513,9 @@ class ElasticHosts:
 
     def _adopt(self, roll: Roll) -> None:
         before, self._roll = self._roll, roll
+        mine = roll.host(self._number)
+        if mine is not None:
+            self._leaves = mine.stage is not Stage.STAYS
         if roll == before:
             return
         for words in describe(before, roll, self._number, self._signs):
@@ -554,9 +568,10 @@ def describe(before: Roll, after: Roll, mine: int, signs: dict[int, Sign]) -> li
     return words
 
 
-def _layout(terms: Terms, number: int, num_processes: int, url: str) -> Layout:
-    """Ranks are only names here: as many for every host as this one has processes."""
+def _layout(terms: Terms, number: int, first_rank: int, num_processes: int, url: str) -> Layout:
+    """Ranks are only names here: no two processes that run at the same time have the same."""
     num_nodes = max(terms.max_hosts, number + 1)
+    before = (first_rank, *(0 for _ in range(number - 1))) if number else ()
     names = [f"host {other}" for other in range(num_nodes)]
     names[number] = socket.gethostname()
     return Layout(
@@ -564,7 +579,7 @@ def _layout(terms: Terms, number: int, num_processes: int, url: str) -> Layout:
         name=terms.name,
         node_rank=number,
         hosts=tuple(names),
-        local_counts=(num_processes,) * num_nodes,
+        local_counts=(*before, num_processes, *(0 for _ in range(num_nodes - number - 1))),
         rendezvous=url,
         is_elastic=True,
     )

@@ -17,6 +17,11 @@ class Register(Protocol):
         """The newest that is known here. Those of others may have come between."""
         ...
 
+    @property
+    def reached_since_s(self) -> float:
+        """Since when what is told arrives; infinite as long as it does not."""
+        ...
+
     def tell(self, event: Event) -> tuple[str, ...]:
         """Make the next roll of the newest one; what a person should know."""
         ...
@@ -24,6 +29,8 @@ class Register(Protocol):
 
 class LocalRegister:
     """The roll of a job of one host, or of one host's part of a job that cannot lose any."""
+
+    reached_since_s = 0.0
 
     def __init__(self, wanted: int, num_spares: int) -> None:
         self._roll = membership.of_one_host(wanted, num_spares)

@@ -23,6 +23,9 @@ CUT_AFTER_S = 10.0
 lasts, since that is how a host is found to be gone."""
 
 
+ALONE_AFTER_S = 3 * CUT_AFTER_S
+
+
 class Roster:
     """Who takes part on this host. It has no say before the first world has settled: until then a
     lost worker is the end of the job."""
@@ -58,6 +61,8 @@ class Roster:
         self._missed: dict[int, tuple[float, tuple[int, ...]]] = {}
         """By the generation of a world: since when, and whom workers of this host could not reach
         in it."""
+        self._left_since: dict[int, tuple[int, float]] = {}
+        """By member: the world it has left because it missed somebody, and when."""
         self.patience_s = 60.0
         self.end: str | None = None
         """Why the job cannot go on."""
@@ -93,6 +98,7 @@ class Roster:
                 self._tell(Entered(worker.member, message.generation))
             case HasLost():
                 self._lost_reports.append((worker.member, message.generation))
+                self._left_since.setdefault(worker.member, (message.generation, time.monotonic()))
                 if message.missed:
                     self._missed[message.generation] = (time.monotonic(), message.missed)
             case _:
@@ -135,6 +141,13 @@ class Roster:
         numbers = {*self._roll.holders, *self._roll.called}
         return [self._workers[each] for each in numbers if each in self._workers]
 
+    def bystanders(self) -> list[Worker]:
+        """Those who are on their way, or stand by."""
+        watched = {worker.member for worker in self.watched()}
+        if not watched:
+            return []
+        return [worker for member, worker in self._workers.items() if member not in watched]
+
     def is_needless(self, worker: Worker) -> bool:
         """It waits for a place in a training that the others have finished."""
         is_over = self.end is not None or not self._has_begun
@@ -148,6 +161,7 @@ class Roster:
     def look_for_cuts(self, now_s: float) -> None:
         """Where members of another host were missed, and nobody has been found to be gone, the
         way between the two hosts is cut: the job goes on with one of them."""
+        self._end_those_nobody_calls(now_s)
         for generation, (since_s, members) in list(self._missed.items()):
             if generation < self._roll.generation:
                 del self._missed[generation]
@@ -240,6 +254,17 @@ class Roster:
         worker.rank = self._first_rank + place
         self._record.tell(events.Activated(member=worker.member, rank=worker.rank))
         worker.control.send(Activated())
+
+    def _end_those_nobody_calls(self, now_s: float) -> None:
+        """A worker that has left its world, as it missed somebody whom nobody else misses: there is
+        another world when it is gone itself."""
+        for member, (generation, since_s) in list(self._left_since.items()):
+            if generation < self._roll.generation or self._workers[member].exit_code is not None:
+                del self._left_since[member]
+            elif now_s - max(since_s, self._register.reached_since_s) > ALONE_AFTER_S:
+                del self._left_since[member]
+                self._workers[member].stuck = "missed somebody who was there"
+                self._workers[member].signal(signal.SIGKILL)
 
     def _answer_lost(self) -> None:
         """Who misses somebody that was not killed but has come to its end is not to go on."""

@@ -217,7 +217,8 @@ class Supervisor:
         self._feed.turn()
 
     def _look_around(self) -> None:
-        for worker in self._watch.look(self._roster.watched(), self._roster.patience_s):
+        watched, bystanders = self._roster.watched(), self._roster.bystanders()
+        for worker in self._watch.look(watched, bystanders, self._roster.patience_s):
             self._tell_places(f"rank {worker.rank} {worker.stuck}")
         alive = self._alive()
         steps = [worker.control.board.step for worker in alive if worker.control.board.beat]

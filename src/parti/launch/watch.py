@@ -28,8 +28,11 @@ class Watch:
         self._beats: dict[int, tuple[int, float]] = {}
         self._condemned: dict[int, tuple[Worker, float]] = {}
 
-    def look(self, workers: Iterable[Worker], patience_s: float) -> list[Worker]:
-        """Once in every turn of the loop; who is found stuck now."""
+    def look(
+        self, workers: Iterable[Worker], others: Iterable[Worker], patience_s: float
+    ) -> list[Worker]:
+        """Once in every turn of the loop; who is found stuck now. `others` have no part in the
+        training yet: they may take their time, but not be stopped, or they would never come."""
         now_s = time.monotonic()
         before = set(self._condemned)
         alive = [worker for worker in workers if worker.is_alive]
@@ -40,6 +43,11 @@ class Watch:
             return []
         for worker in alive:
             if worker.stuck is None:
+                self._look_at(worker, patience_s, now_s, others_wait)
+        for worker in others:
+            if worker.is_alive and worker.stuck is None:
+                if not is_stopped(worker.process.pid):
+                    self._beats[worker.member] = worker.control.board.beat, now_s
                 self._look_at(worker, patience_s, now_s, others_wait)
         found = [worker for key, (worker, _) in self._condemned.items() if key not in before]
         for member, (worker, until_s) in list(self._condemned.items()):
