@@ -579,7 +579,7 @@ def _layout(terms: Terms, number: int, first_rank: int, num_processes: int, url:
         name=terms.name,
         node_rank=number,
         hosts=tuple(names),
-        local_counts=(*before, num_processes, *(0 for _ in range(num_nodes - number - 1))),
+        local_counts=(*before, num_processes, *(1 for _ in range(num_nodes - number - 1))),
         rendezvous=url,
         is_elastic=True,
     )
