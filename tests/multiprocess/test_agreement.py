@@ -95,7 +95,7 @@ def etcd_program() -> Path:
         pytest.skip(str(error))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def etcd(etcd_program: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
     with serve_etcd(etcd_program, tmp_path_factory.mktemp("etcd")) as served:
         yield served
