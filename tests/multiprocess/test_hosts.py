@@ -6,8 +6,6 @@ different hosts.
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 import uuid
@@ -16,23 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from ..fault.hosts import can_make_hosts
 from .test_numbers import SCRIPT, run
-
-
-def _can_make_namespaces() -> bool:
-    if shutil.which("ip") is None or os.geteuid() != 0:
-        return False
-    name = f"parti-probe-{uuid.uuid4().hex[:6]}"
-    if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:
-        return False
-    subprocess.run(["ip", "netns", "del", name], check=True)
-    return True
 
 
 @pytest.fixture
 def hosts() -> Iterator[list[str]]:
     """Two namespaces, 10.77.0.1 and 10.77.0.2, joined by a veth link."""
-    if not _can_make_namespaces():
+    if not can_make_hosts():
         pytest.skip("network namespaces need root and iproute2")
     tag = uuid.uuid4().hex[:6]
     names = [f"parti-{tag}-{i}" for i in range(2)]

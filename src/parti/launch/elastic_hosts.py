@@ -38,7 +38,7 @@ from parti.launch.agreement import Agreement, Changes, Lease, LeaseLost, connect
 from parti.launch.failure import Ending
 from parti.launch.peers import Announcement, Kind, Layout
 from parti.launch.register import Register
-from parti.launch.store import parse_url
+from parti.launch.store import bracketed, parse_url
 from parti.launch.store_server import Server
 
 JOIN_S = 600.0
@@ -108,8 +108,8 @@ def meet(
             host, port = parse_url(url)
             server = Server(host, port)
             on_failure.callback(server.close)
-            url = f"tcp://{_bracketed(host)}:{server.port}"
-            note(f"others join with: parti run --join {_bracketed(host)}:{server.port} ...")
+            url = f"tcp://{bracketed(host)}:{server.port}"
+            note(f"others join with: parti run --join {bracketed(host)}:{server.port} ...")
         store = connect(url, timeout_s=JOIN_S, patience_s=_CALL_S)
         on_failure.callback(store.abandon)
         hosts = ElasticHosts(
@@ -153,10 +153,6 @@ def _agree(store: Agreement, bounds: tuple[int, int] | None, job: str, name: str
             "job choose another address"
         )
     return terms
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 class ElasticHosts:

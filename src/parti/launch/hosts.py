@@ -20,7 +20,7 @@ from parti.errors import CommError, CommTimeout, ConfigError
 from parti.launch.failure import Ending
 from parti.launch.peers import Announcement, Kind, Layout
 from parti.launch.register import LocalRegister, Register
-from parti.launch.store import Store, Watch, connect, parse_url
+from parti.launch.store import Store, Watch, bracketed, connect, parse_url
 from parti.launch.store_server import Server
 
 JOIN_TIMEOUT_S = 600.0
@@ -68,7 +68,7 @@ def join(
             server = Server(host, port)
             on_failure.callback(server.close)
             port = server.port
-            store = connect(f"tcp://{_bracketed(server.host)}:{port}", timeout_s=timeout_s)
+            store = connect(f"tcp://{bracketed(server.host)}:{port}", timeout_s=timeout_s)
             note(_invitation(host, port, node.num_nodes))
         else:
             if port == 0:
@@ -89,7 +89,7 @@ def join(
         layout = _layout(
             msgspec.msgpack.decode(encoded, type=_World),
             node.node_rank,
-            f"tcp://{_bracketed(host)}:{port}",
+            f"tcp://{bracketed(host)}:{port}",
         )
         watch = store.watch(_OVER, timeout_s=timeout_s)
         on_failure.callback(watch.close)
@@ -156,12 +156,8 @@ def _invitation(host: str, port: int, num_nodes: int) -> str:
     others = "1" if num_nodes == 2 else f"1 to {num_nodes - 1}"
     return (
         f"node 0 of {num_nodes} waits for node {others}: "
-        f"parti run --nodes {num_nodes} --node-rank ... --address {_bracketed(host)}:{port} ..."
+        f"parti run --nodes {num_nodes} --node-rank ... --address {bracketed(host)}:{port} ..."
     )
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _encode(announcement: Announcement) -> bytes:

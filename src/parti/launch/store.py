@@ -151,6 +151,11 @@ class _Refused(CommError):
     """The server answered that it cannot do that."""
 
 
+def bracketed(host: str) -> str:
+    """As it stands before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 class _Connection:
     """One request at a time, each with a deadline."""
 
